@@ -1,0 +1,63 @@
+"""Strategy -> objects: the one place where a class is picked by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from echelon.comm.group import Group
+from echelon.comm.pick import Groups, backend_for, device_for
+from echelon.control.member import Member
+from echelon.data.deal import Cut
+from echelon.env import Place
+from echelon.parallel.allreduce import AllReduceSync
+from echelon.parallel.buckets import MIB
+from echelon.strategy import Strategy, require_built
+
+
+@dataclass
+class World:
+    """Where this rank stands and what it talks through."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    groups: Groups
+    gradients: Group
+    """Carries gradients only, so that their order is theirs."""
+    side: Group
+    """Carries what scripts and norms exchange during forward and backward."""
+
+
+def world(place: Place, strategy: Strategy, member: Member | None) -> World:
+    """Joins the other ranks; blocks until all are there."""
+    require_built(strategy)
+    device = device_for(place.local_rank)
+    backend = backend_for(strategy.backend, device, place.world_size)
+    groups = Groups(backend, place.rank, place.world_size, device, member)
+    return World(place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make())
+
+
+def grad_sync(strategy: Strategy, params: Sequence[tuple[str, nn.Parameter, bool]], group: Group) -> AllReduceSync:
+    """How this strategy lets the gradients of one model meet."""
+    return AllReduceSync(
+        params,
+        group,
+        bucket_bytes=int(strategy.bucket_mib * MIB),
+        first_bucket_bytes=int(strategy.first_bucket_mib * MIB),
+    )
+
+
+def cut(strategy: Strategy, world: World) -> Cut:
+    """How this strategy cuts batches."""
+    return Cut(
+        rank=world.rank,
+        size=world.size,
+        accumulate=strategy.accumulate,
+        microbatches=strategy.microbatches,
+        per_worker=strategy.batch == "per-worker",
+    )

@@ -1,0 +1,180 @@
+"""The command line. Only words and options here; each command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+LATER = {"servers": "parameter servers", "hosts": "runs on several hosts", "listen": "runs on several hosts",
+         "resume": "resuming from checkpoints", "grace_s": "checkpoints at preemption"}  # fmt: skip
+"""Options that the contract has and this version does not: they get a clear answer, and no place in the help."""
+
+
+class Commands(click.Group):
+    """Our errors become one message and an exit code, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from echelon.errors import EchelonError
+
+        try:
+            return super().invoke(ctx)
+        except EchelonError as error:
+            click.echo(f"echelon: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+def _refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    if value not in (None, False):
+        from echelon.errors import UsageError
+
+        name = str(param.name)
+        raise UsageError(
+            f"--{name.replace('_', '-')}: this version of Echelon does not have {LATER[name]} yet",
+            remedy="What works today: any number of workers on one machine. See `echelon run --help`.",
+        )
+    return value
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib import metadata
+
+        try:
+            click.echo(f"echelon {metadata.version('echelon-train')}")
+        except metadata.PackageNotFoundError:
+            click.echo("echelon (from a clone that is not installed)")
+        ctx.exit()
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version."
+)
+def main() -> None:
+    """Train a PyTorch script on any number of workers, with the answer that one
+    process would give.
+
+    \b
+    Examples:
+      echelon run --workers 4 train.py --lr 0.1   start a run
+      echelon runs                                list runs
+      echelon status latest                       how a run stands
+      echelon logs latest --rank 1                what a worker printed
+      echelon stop latest                         end a run
+
+    RUN is a name, the beginning of one, a folder, or `latest`.
+    """
+
+
+@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--workers", type=click.IntRange(1, 4096), metavar="N",
+              help="Worker processes.  [default: the number of GPUs, or 1]")  # fmt: skip
+@click.option("--strategy", "strategy_text", default="", metavar="S",
+              help="How gradients meet and every other knob, comma-separated, such as allreduce,accumulate=4.")  # fmt: skip
+@click.option(
+    "--set", "settings", multiple=True, metavar="K=V", help="One knob; may be repeated, wins over --strategy."
+)
+@click.option("--config", type=click.Path(path_type=Path), metavar="F.toml", help="Knobs from a TOML file.")
+@click.option("--name", metavar="NAME", help="Name of the run.  [default: script-date-xxxx]")
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR",
+              help="Folder of the run.  [default: $ECHELON_RUNS/NAME or runs/NAME]")  # fmt: skip
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option("--servers", hidden=True, callback=_refuse)
+@click.option("--hosts", hidden=True, callback=_refuse)
+@click.option("--listen", hidden=True, callback=_refuse)
+@click.option("--resume", hidden=True, is_flag=False, flag_value="", default=None, callback=_refuse)
+@click.option("--grace-s", hidden=True, callback=_refuse)
+@click.argument("script", metavar="SCRIPT")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+def run(
+    workers: int | None, strategy_text: str, settings: tuple[str, ...], config: Path | None, name: str | None,
+    run_dir: Path | None, module: bool, script: str, args: tuple[str, ...], **later: Any,
+) -> None:  # fmt: skip
+    """Train SCRIPT on several worker processes of this machine.
+
+    What follows SCRIPT is the script's own. The script calls echelon.init() and
+    needs no other change; it also runs under plain python.
+
+    \b
+    Examples:
+      echelon run --workers 4 train.py --lr 0.1
+      echelon run --workers 2 --strategy accumulate=4,clip_norm=1 train.py
+      echelon run --workers 2 --set seed=7 --name first -m project.train
+
+    \b
+    Knobs of --strategy, --set and --config that are asked for most:
+      accumulate=K         K batches of the loader make one optimizer step
+      microbatches=M       cut each batch in M pieces to save memory
+      batch=per-worker     every worker takes a whole batch (changes the answer)
+      precision=bf16       autocast
+      clip_norm=X          clip gradients to norm X
+      seed=N               weights, data order and sample randomness
+      tensorboard=true     write TensorBoard files
+
+    Every line of the workers is shown with its host and rank, and kept in
+    DIR/logs. When a worker fails, all end, and the last lines on the screen are
+    the first failure's own traceback.
+
+    \b
+    Exit codes: 0, the first failing worker's own, 128+n for signal n,
+      2 usage, 69 the workers did not find each other, 130 Ctrl-C.
+    """
+    from echelon.launch import local, start
+
+    job = local.Job(script, args, module, workers if workers is not None else local.count_gpus() or 1)
+    start.check_script(job)
+    chosen, set_by_user = start.choose_strategy(strategy_text, settings, config)
+    sys.exit(start.run(job, chosen, set_by_user, name=name, run_dir=run_dir))
+
+
+@main.command()
+def runs() -> None:
+    """List the runs of this folder, the newest last."""
+    from echelon.show import reports
+
+    click.echo("\n".join(reports.runs_table()))
+
+
+@main.command()
+@click.argument("run_name", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def status(run_name: str, as_json: bool) -> None:
+    """How RUN stands: its processes, and where each worker is."""
+    from echelon.launch import rundir
+    from echelon.show import reports
+
+    report = reports.status(rundir.find(run_name))
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report, indent=1))
+    else:
+        click.echo("\n".join(reports.status_lines(report)))
+
+
+@main.command()
+@click.argument("run_name", metavar="RUN")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which worker.")
+@click.option("--role", type=click.Choice(["worker", "coordinator", "guard"]), default="worker", show_default=True,
+              help="Whose log.")  # fmt: skip
+@click.option("--follow", "-f", is_flag=True, help="Go on as it grows, until the run is over.")
+def logs(run_name: str, rank: int, role: str, follow: bool) -> None:
+    """Print everything that one worker of RUN wrote, byte for byte."""
+    from echelon.launch import rundir
+    from echelon.show import reports
+
+    for piece in reports.log(rundir.find(run_name), role, rank, follow=follow):
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+
+
+@main.command()
+@click.argument("run_name", metavar="RUN")
+def stop(run_name: str) -> None:
+    """End RUN: all its processes, within seconds."""
+    from echelon.launch import rundir, stopping
+
+    click.echo(stopping.stop(rundir.find(run_name)))

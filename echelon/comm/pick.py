@@ -1,0 +1,96 @@
+"""Which Group carries a run: the one place that knows the difference between one rank and many."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from echelon import env
+from echelon.clock import Deadline
+from echelon.comm.alone import AloneGroup
+from echelon.comm.group import Group
+from echelon.comm.over_torch import OP_LIMIT_S, Blame, TorchGroup
+from echelon.control import net
+from echelon.control.member import Member
+
+BLAME_LIMIT_S = 3.0
+
+
+def device_for(local_rank: int) -> torch.device:
+    """This rank's GPU, shared in turn if there are fewer GPUs than workers; else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_for(asked: str, device: torch.device, workers: int) -> str:
+    """The torch backend, or "alone" for one rank that nobody asked to talk."""
+    if asked in ("gloo", "nccl"):
+        return asked
+    if workers == 1:
+        return "alone"
+    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= workers else "gloo"
+
+
+class Groups:
+    """Makes the groups of a run. All ranks make the same ones in the same order."""
+
+    def __init__(self, backend: str, rank: int, size: int, device: torch.device, member: Member | None) -> None:
+        self.backend, self.rank, self.size, self.device, self.member = backend, rank, size, device, member
+        self.made: list[Group] = []
+
+    def make(self) -> Group:
+        """A new group of all ranks; the first one also becomes torch.distributed's default group."""
+        group: Group
+        if self.backend == "alone":
+            group = AloneGroup(self.device)
+        else:
+            fresh = not dist.is_initialized()
+            if fresh:
+                self._init_torch()
+            pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
+            assert pg is not None
+            group = TorchGroup(pg, self.device if self.backend == "nccl" else torch.device("cpu"), self._blame())
+        self.made.append(group)
+        return group
+
+    def _init_torch(self) -> None:
+        store: dist.Store
+        if self.member is None:
+            store = dist.HashStore()
+        else:
+            from echelon.comm.store import CoordinatorStore
+
+            store = CoordinatorStore(self.member)
+            host, _ = net.split(self.member.place.coordinator)
+            env.bind_gloo(net.interface_of(net.local_address(host)))
+        limit = datetime.timedelta(seconds=OP_LIMIT_S)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
+
+    def _blame(self) -> Blame | None:
+        member = self.member
+        return None if member is None else lambda reason: _gone(member.roster, self.rank)
+
+    def close(self) -> None:
+        for group in reversed(self.made):
+            group.close()
+
+
+def _gone(roster: Callable[[], dict[int, dict[str, object]]], me: int) -> tuple[int, ...]:
+    """The peers that the coordinator knows to be gone; asks for a moment, since news may be on its way."""
+    import threading
+
+    deadline, pause = Deadline.after(BLAME_LIMIT_S), threading.Event()
+    while True:
+        try:
+            gone = tuple(r for r, seat in roster().items() if r != me and seat["state"] in ("dead", "failed", "left"))
+        except Exception:  # the coordinator may be gone as well: then nobody can be named
+            gone = ()
+        if gone or deadline.passed:
+            return gone
+        pause.wait(0.1)

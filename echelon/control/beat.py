@@ -1,0 +1,29 @@
+"""What a rank publishes about itself with every beat, so that even a stopped one shows where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import threading
+from types import FrameType
+
+from echelon.events import Beat
+
+MAX_FRAMES = 12
+
+
+def main_stack(limit: int = MAX_FRAMES) -> list[str]:
+    """The main thread's innermost frames, the innermost last, each as "file:line function". Callable from any thread."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines: list[str] = []
+    while frame is not None and len(lines) < limit:
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines[::-1]
+
+
+def complete(beat: Beat, rank: int) -> Beat:
+    """`beat` with rank, main thread's stack and peak memory filled in where the run left them open."""
+    peak = beat.peak_rss_bytes or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return dataclasses.replace(beat, rank=rank, stack=beat.stack or main_stack(), peak_rss_bytes=peak)

@@ -1,0 +1,180 @@
+"""The rewindable loader of a map-style dataset: global batches in order, this rank's part of each.
+
+It stands on one inner DataLoader whose batch sampler is an iterator that can be rewound (Dealer). After a lost step,
+parts that were dealt already come out in order and are dropped, and the batches since the last commit enter
+behind them; an end mark that stays in flight keeps the loader's processes alive until the last step is committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+
+from echelon.data import order
+from echelon.data.deal import Cut, Micro, micros
+from echelon.data.randomness import capture, mix, restore, seed_cpu
+
+END = "<end of epoch>"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a micro-step. count is 0 for a stand-in, whose data must count for nothing."""
+
+    micro: Micro
+    count: int
+    data: Any
+
+
+class Dealer:
+    """The batch sampler of the inner loader: an iterator that can be rewound, also after it ran dry."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.plan: Iterator[Micro] = iter(())
+        self.queue: deque[Micro] = deque()
+        self.sent: deque[Micro | None] = deque()
+        self.ended = False
+
+    def start(self, plan: Iterator[Micro], again: Sequence[Micro] = ()) -> None:
+        """A new epoch; `again` (left over from the last one) comes first."""
+        self.plan, self.queue, self.ended = plan, deque(again), False
+        self.sent.clear()
+
+    def rewind(self, again: Sequence[Micro]) -> int:
+        """Deals `again` and all that is in flight once more; returns how many parts in flight to drop."""
+        flying = list(self.sent)
+        self.queue.extendleft(reversed([*again, *(m for m in flying if m is not None)]))
+        self.ended = False
+        return len(flying)
+
+    def __iter__(self) -> Dealer:
+        return self
+
+    def __next__(self) -> list[tuple[int, Any]]:
+        micro = self.queue.popleft() if self.queue else next(self.plan, None)
+        if micro is None:
+            if self.ended:
+                raise StopIteration
+            self.ended = True
+            self.sent.append(None)
+            return [(-1, END)]
+        self.sent.append(micro)
+        lo, hi = micro.dealt(self.cut.rank, self.cut.size)
+        return [(micro.epoch, i) for i in (micro.ids[lo:hi] if hi > lo else micro.ids[:1])]
+
+
+class Seeded(Dataset[Any]):
+    """The script's dataset, with every sample's randomness seeded by (seed, epoch, sample)."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.plain = _draws_nothing(dataset)
+        self.batched = _fetches_batches(dataset)
+
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        if keys[0][1] is END or keys[0][1] == END:
+            return [END]
+        if self.plain:
+            return self._fetch(keys)
+        outside = capture() if get_worker_info() is None else None
+        try:
+            return self._fetch(keys)
+        finally:
+            if outside is not None:
+                restore(outside)
+
+    def _fetch(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        if self.batched:
+            self._seed(keys[0])
+            return list(self.dataset.__getitems__([i for _, i in keys]))
+        samples = []
+        for key in keys:
+            self._seed(key)
+            samples.append(self.dataset[key[1]])
+        return samples
+
+    def _seed(self, key: tuple[int, Any]) -> None:
+        if not self.plain:
+            seed_cpu(mix(self.seed, *key))
+
+
+class Collate:
+    """The script's collate_fn, that lets the end mark through."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if len(samples) == 1 and isinstance(samples[0], str) and samples[0] == END:
+            return END
+        return self.collate(samples)
+
+
+class MapParts:
+    """The parts of a map-style loader. One epoch is open at a time."""
+
+    def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int) -> None:
+        order.refuse_cut_sampler(loader)
+        self.user, self.cut, self.seed = loader, cut, seed
+        self.dealer = Dealer(cut)
+        self.drop = 0
+        self.inner: DataLoader[Any] = DataLoader(
+            Seeded(loader.dataset, seed),
+            batch_sampler=self.dealer,  # type: ignore[arg-type]
+            num_workers=loader.num_workers,
+            collate_fn=Collate(loader.collate_fn),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator().manual_seed(mix(seed, "loader processes")),
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def epoch(self, epoch: int, again: Sequence[Micro] = ()) -> Iterator[Part]:
+        """This rank's parts of one epoch, after those of `again`."""
+        self.dealer.start(micros(order.batches(self.user, self.seed, epoch), epoch, self.cut), again)
+        self.drop = 0
+        inner = iter(self.inner)
+        while True:
+            data = next(inner)
+            micro = self.dealer.sent.popleft()
+            if self.drop:
+                self.drop -= 1
+                continue
+            if micro is None:
+                return
+            lo, hi = micro.dealt(self.cut.rank, self.cut.size)
+            yield Part(micro, hi - lo, data)
+
+    def rewind(self, again: Sequence[Part]) -> None:
+        """Yields these parts' micro-steps again, before anything else."""
+        self.drop = self.dealer.rewind([part.micro for part in again])
+
+    @staticmethod
+    def kept(part: Part) -> Part:
+        """What must be kept of a yielded part to yield it again: its ids, not its data."""
+        return Part(part.micro, part.count, None)
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """True for datasets that are known to look samples up and draw no random number."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(dataset) is ConcatDataset:
+        return all(_draws_nothing(d) for d in dataset.datasets)
+    return type(dataset) in (TensorDataset, list, tuple)
+
+
+def _fetches_batches(dataset: Any) -> bool:
+    """True when the dataset really fetches many samples at once; Subset only passes the call on."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))

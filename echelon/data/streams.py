@@ -1,0 +1,198 @@
+"""Parts of a stream: an IterableDataset, or a loader whose items are ready-made batches (batch_size=None).
+
+Every rank reads the one stream and keeps its part of each batch: the cut is made where the batch is collated, in the
+loader's own processes. A dataset with a method `shard(index, count)` declares shards: then each rank reads its own only.
+Parts since the last commit are kept as copies, so a lost step needs no second read of the stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_convert
+
+from echelon.clock import Deadline
+from echelon.comm.group import Group, Lost
+from echelon.data import tree
+from echelon.data.deal import Cut, Micro, part
+from echelon.data.loader import Part
+from echelon.data.randomness import Stream, mix
+from echelon.errors import PeerLost, UsageError
+
+Pieces = list[tuple[int, int, Any]]
+"""(samples of the slice, samples of mine, my data) for each slice of a batch."""
+
+SHARD_LIMIT_S = 1800.0
+
+
+@dataclass
+class CutBatch:
+    """A batch after collation: this rank's piece of every slice. Knows how to be pinned."""
+
+    pieces: Pieces
+
+    def pin_memory(self) -> CutBatch:
+        return CutBatch([(n, mine, tree.map_tree(lambda t: t.pin_memory(), data)) for n, mine, data in self.pieces])
+
+
+class CutCollate:
+    """Collates only what this rank keeps of a batch of samples; a stand-in where it keeps nothing."""
+
+    def __init__(self, collate: Callable[[Any], Any], cut: Cut, ready_made: bool) -> None:
+        self.collate, self.cut, self.ready_made = collate, cut, ready_made
+
+    def __call__(self, batch: Any) -> CutBatch:
+        if self.ready_made:
+            batch = self.collate(batch)
+            n = tree.length(batch)
+            if n is None:
+                raise UsageError(
+                    "batch_size=None: the tensors of an item share no first dimension, so it cannot be cut over the workers",
+                    remedy="Let the dataset yield samples (batch_size=B), or let each worker take whole items: --set batch=per-worker.",
+                )
+            take = lambda lo, hi: tree.cut_tree(batch, lo, hi, n)  # noqa: E731
+        else:
+            n = len(batch)
+            take = lambda lo, hi: self.collate(batch[lo:hi])  # noqa: E731
+        return CutBatch(list(self._pieces(n, take)))
+
+    def _pieces(self, n: int, take: Callable[[int, int], Any]) -> Iterator[tuple[int, int, Any]]:
+        for i in range(self.cut.microbatches):
+            start, stop = part(n, i, self.cut.microbatches)
+            if start == stop:
+                continue
+            lo, hi = (0, stop - start) if self.cut.per_worker else part(stop - start, self.cut.rank, self.cut.size)
+            mine = hi - lo
+            yield stop - start, mine, take(start + lo, start + hi) if mine else take(start, start + 1)
+
+
+class StreamParts:
+    """The parts of a stream loader. See MapParts for the verbs."""
+
+    def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int, group: Group) -> None:
+        self.user, self.cut, self.seed, self.group = loader, cut, seed, group
+        self.again: deque[Part] = deque()
+        dataset: Any = loader.dataset
+        self.sharded = isinstance(dataset, IterableDataset) and callable(getattr(dataset, "shard", None))
+        batch_size, rank_cut = loader.batch_size, cut
+        if self.sharded:
+            dataset = dataset.shard(cut.rank, cut.size)
+            lo, hi = (0, batch_size or 1) if cut.per_worker else part(batch_size or 1, cut.rank, cut.size)
+            batch_size = None if batch_size is None else max(1, hi - lo)
+            rank_cut = replace(cut, rank=0, size=1)
+        self.generator = torch.Generator()
+        ready_made = loader.batch_size is None
+        options: dict[str, Any] = {} if isinstance(dataset, IterableDataset) else {"sampler": loader.sampler}
+        if ready_made:
+            options["batch_size"] = None
+        else:
+            options |= {"batch_size": batch_size, "drop_last": loader.drop_last}
+        self.inner: DataLoader[Any] = DataLoader(
+            dataset,
+            **options,
+            num_workers=loader.num_workers,
+            collate_fn=CutCollate(loader.collate_fn or default_convert, rank_cut, ready_made),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def epoch(self, epoch: int, again: Sequence[Micro] = ()) -> Iterator[Part]:
+        """This rank's parts of one epoch. `again` is for loaders with ids; here the copies are in self.again."""
+        source = self._sharded(epoch) if self.sharded else self._whole(epoch)
+        number = 0
+        while True:
+            while self.again:
+                yield self._copy(self.again.popleft())
+            group = [pieces for pieces in (next(source, None) for _ in range(self.cut.accumulate)) if pieces is not None]
+            if not group:
+                return
+            total = sum(n for pieces in group for n, _, _ in pieces)
+            flat = [(number + i, j, piece) for i, pieces in enumerate(group) for j, piece in enumerate(pieces)]
+            number += len(group)
+            for at, (batch, slice_number, (n, mine, data)) in enumerate(flat):
+                micro = Micro(epoch, batch, slice_number, range(n), total, at == len(flat) - 1)
+                yield Part(micro, mine, data)
+                while self.again:
+                    yield self._copy(self.again.popleft())
+
+    def _read(self, epoch: int) -> Iterator[Pieces]:
+        """The stream's batches in order, its randomness following from (seed, epoch) whoever reads."""
+        self.generator.manual_seed(mix(self.seed, epoch, "stream processes"))
+        stream = Stream(mix(self.seed, epoch, "stream"))
+        with stream.entered():
+            inner = iter(self.inner)
+        while True:
+            with stream.entered():
+                batch = next(inner, None)
+            if batch is None:
+                return
+            yield batch.pieces
+
+    def _whole(self, epoch: int) -> Iterator[Pieces]:
+        source = self._read(epoch)
+        if not self.cut.per_worker:
+            yield from source
+            return
+        while True:
+            round_ = [pieces for pieces in (next(source, None) for _ in range(self.cut.size)) if pieces is not None]
+            if not round_:
+                return
+            yield list(self._own(round_))
+
+    def _own(self, round_: list[Pieces]) -> Iterator[tuple[int, int, Any]]:
+        """batch=per-worker: of one batch a worker, my own; a stand-in when the stream ended before me."""
+        for i in range(max(len(pieces) for pieces in round_)):
+            n = sum(pieces[i][0] for pieces in round_ if i < len(pieces))
+            mine = round_[self.cut.rank] if self.cut.rank < len(round_) else []
+            if i < len(mine):
+                yield n, mine[i][1], mine[i][2]
+            else:
+                yield n, 0, round_[0][0][2]
+
+    def _sharded(self, epoch: int) -> Iterator[Pieces]:
+        """Own shard; ranks tell each other their counts, so all end together and none waits for a longer shard."""
+        source = self._read(epoch)
+        spare: Any = None
+        slices = self.cut.microbatches
+        while True:
+            pieces = next(source, None) or []
+            counts = torch.zeros(slices, dtype=torch.int64)
+            for i, (n, _, _) in enumerate(pieces):
+                counts[i] = n
+            outcome = self.group.all_reduce(counts).wait(Deadline.after(SHARD_LIMIT_S))
+            if isinstance(outcome, Lost):
+                raise PeerLost(f"a peer was lost between two batches of a sharded stream: {outcome.reason}")
+            if not int(counts.sum()):
+                return
+            if pieces:
+                spare = pieces[0][2]
+            elif spare is None:
+                raise UsageError(
+                    f"shard {self.cut.rank} of {self.cut.size} of the stream is empty, and there is no sample to stand in",
+                    remedy="Give every shard at least one sample, or use fewer workers.",
+                )
+            mine = {i: piece for i, piece in enumerate(pieces)}
+            yield [
+                (int(n), *(mine[i][1:] if i in mine else (0, spare))) for i, n in enumerate(counts.tolist()) if n
+            ]
+
+    def rewind(self, again: Sequence[Part]) -> None:
+        self.again.extendleft(reversed(again))
+
+    @staticmethod
+    def _copy(kept: Part) -> Part:
+        return Part(kept.micro, kept.count, tree.map_tree(torch.clone, kept.data))
+
+    @classmethod
+    def kept(cls, part: Part) -> Part:
+        """A copy of the part: the script may change its batch in place."""
+        return cls._copy(part)

@@ -1,0 +1,266 @@
+"""The one process that knows who is in the run. Not on the path of a step: it may restart while training goes on.
+
+What it must not forget (membership, the table, a request to stop) is in journal.jsonl before anybody is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import resource
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.control.handshake import Identity
+from echelon.control.roster import JOINED
+from echelon.control.server import Server
+from echelon.elastic import membership
+from echelon.elastic.history import History, read_event
+from echelon.elastic.journal import Journal
+from echelon.elastic.membership import Change, Membership
+from echelon.elastic.meter import Meter
+from echelon.elastic.table import Table
+from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
+from echelon.events import Beat, Event, Logged
+
+MAX_WAIT_S = 86400.0
+MAX_PEERS = 10_000
+JOURNAL_BYTES = 8 << 20
+"""Beyond this and twice its last size, the journal is written anew without what was overtaken."""
+
+ROLES = {
+    "join": frozenset({"worker", "server", "supervisor", "cli"}),
+    "leave": frozenset({"worker"}),
+    "died": frozenset({"supervisor"}),
+    "stop": frozenset({"supervisor", "cli", "worker"}),
+    "watch": frozenset({"supervisor", "cli"}),
+}
+"""Who may call what; a worker may ask to stop, because a signal may reach it first."""
+
+
+class Coordinator:
+    """The methods that ranks, supervisor and command line call. Lives in one event loop; nothing here is shared."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.description = _describe(run_dir)
+        self.members = Membership(int(self.description["num_workers"]))
+        self.journal = Journal(run_dir / "journal.jsonl")
+        self.table = Table(lambda record: self._note(record, sync=False))
+        self.history = History(run_dir / "events.jsonl")
+        self.meter = Meter()
+        self.stopping = ""
+        self._steps: dict[int, int] = {}
+        self._taken: dict[Identity, int] = {}
+        self._compact_bytes = JOURNAL_BYTES
+        for record in self.journal.records:
+            self._restore(record)
+        self.journal.records.clear()
+
+    def methods(self) -> dict[str, Any]:
+        plain = (
+            self.describe,
+            self.join,
+            self.beat,
+            self.roster,
+            self.leave,
+            self.died,
+            self.watch,
+            self.stop,
+        )
+        store = (
+            self.set,
+            self.get,
+            self.wait,
+            self.add,
+            self.check,
+            self.compare_set,
+            self.delete,
+            self.count,
+        )
+        return {m.__name__: m for m in plain} | {f"store.{m.__name__}": m for m in store}
+
+    def close(self) -> None:
+        """Writes what is still open; the last thing this process does."""
+        for metric in self.meter.finish():
+            self.history.add(metric)
+        self.history.close()
+        self.journal.close()
+
+    # membership
+
+    async def describe(self, peer: Identity) -> dict[str, Any]:
+        return self.description
+
+    async def join(self, peer: Identity, host: str, pid: int) -> dict[str, Any]:
+        self._taken.pop(peer, None)
+        if peer.role == "worker":
+            self._change(membership.join(self.members, peer.rank, host[:256], pid, peer.incarnation))
+        return {"term": self.members.term}
+
+    async def leave(self, peer: Identity, step: int, code: int) -> dict[str, Any]:
+        self._change(membership.leave(self.members, peer.rank, step, code))
+        return {"term": self.members.term}
+
+    async def died(self, peer: Identity, rank: int, code: int) -> dict[str, Any]:
+        self._change(membership.died(self.members, rank, code, self._steps.get(rank, 0)))
+        return {"term": self.members.term}
+
+    async def roster(self, peer: Identity) -> dict[str, Any]:
+        return {str(rank): self._seat(seat) for rank, seat in sorted(self.members.seats.items())}
+
+    async def stop(self, peer: Identity, reason: str) -> dict[str, Any]:
+        if not self.stopping:
+            reason = reason[:1024] or f"{peer} asked for it"
+            self._note({"kind": "stop", "term": self.members.term, "reason": reason}, sync=True)
+            self.stopping = reason
+        return {"reason": self.stopping}
+
+    # what happens
+
+    async def beat(
+        self, peer: Identity, beat: dict[str, Any], events: list[dict[str, Any]], first: int = 0
+    ) -> dict[str, Any]:
+        """A sign of life and what happened since the last. `first` numbers the events, so that a batch which was sent
+        twice (its answer got lost) is taken once."""
+        known = self._taken.get(peer, 0)
+        fresh = events[max(0, known - first) :]
+        if len(self._taken) > MAX_PEERS:
+            self._taken.clear()
+        self._taken[peer] = max(known, first + len(events))
+        for record in [beat, *fresh] if beat else fresh:
+            event = read_event(record if peer.role != "worker" else {**record, "rank": peer.rank})
+            if event is not None:
+                self._take(event)
+        return {"term": self.members.term, "stop": bool(self.stopping)}
+
+    async def watch(self, peer: Identity, after: int, timeout_s: float) -> dict[str, Any]:
+        return await self.history.watch(after, _timeout(timeout_s))
+
+    # the table
+
+    async def set(self, peer: Identity, key: str, value: bytes) -> None:
+        self.table.set(key, value)
+
+    async def get(self, peer: Identity, key: str, timeout_s: float, term: int = 0) -> bytes:
+        return await self.table.get(key, _timeout(timeout_s), lambda: self._lost(term))
+
+    async def wait(self, peer: Identity, keys: list[str], timeout_s: float, term: int = 0) -> None:
+        await self.table.wait(keys, _timeout(timeout_s), lambda: self._lost(term))
+
+    async def add(self, peer: Identity, key: str, amount: int) -> int:
+        return self.table.add(key, amount)
+
+    async def check(self, peer: Identity, keys: list[str]) -> bool:
+        return self.table.has(keys)
+
+    async def compare_set(self, peer: Identity, key: str, expected: bytes, desired: bytes) -> bytes:
+        return self.table.compare_set(key, expected, desired)
+
+    async def delete(self, peer: Identity, key: str) -> bool:
+        return self.table.delete(key)
+
+    async def count(self, peer: Identity) -> int:
+        return self.table.count()
+
+    # inside
+
+    def _change(self, change: Change | None) -> None:
+        """Writes a change down, then lives by it."""
+        if change is None:
+            return
+        after = membership.apply(self.members, change)
+        self._note(change.to_dict(), sync=True)
+        self.members = after
+        self.table.check_waits()
+        for metric in self.meter.settle(self.members.awaited):
+            self.history.add(metric)
+
+    def _lost(self, term: int) -> EchelonError | None:
+        ranks = self.members.lost_since(term)
+        if not ranks:
+            return None
+        reasons = "; ".join(self.members.seats[rank].reason for rank in ranks[:8])
+        return PeerLost(f"waiting for others is over: {reasons}", peers=ranks)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Logged):
+            if math.isfinite(event.weight):
+                for metric in self.meter.add(event, self.members.awaited):
+                    self.history.add(metric)
+            return
+        if isinstance(event, Beat) and event.rank is not None and event.rank in self.members.seats:
+            self._steps[event.rank] = event.step
+        self.history.add(event)
+
+    def _seat(self, seat: Change) -> dict[str, Any]:
+        step = self._steps.get(seat.rank, seat.step) if seat.state == JOINED else seat.step
+        return {"state": seat.state, "step": step, "host": seat.host, "pid": seat.pid}
+
+    def _note(self, record: dict[str, Any], *, sync: bool) -> None:
+        self.journal.add(record, sync=sync)
+        if self.journal.size_bytes > self._compact_bytes:
+            seats = [
+                seat.to_dict() for seat in sorted(self.members.seats.values(), key=lambda seat: seat.term)
+            ]
+            stop = (
+                [{"kind": "stop", "term": self.members.term, "reason": self.stopping}]
+                if self.stopping
+                else []
+            )
+            self.journal.rewrite([*seats, *stop, *self.table.records(), record])
+            self._compact_bytes = JOURNAL_BYTES + 2 * self.journal.size_bytes
+
+    def _restore(self, record: Mapping[str, Any]) -> None:
+        if record.get("kind") == "member":
+            self.members = membership.apply(self.members, membership.read_change(record))
+        elif record.get("kind") == "stop":
+            self.stopping = str(record["reason"])
+        elif record.get("kind") in ("set", "unset"):
+            self.table.restore(record)
+
+
+def serve(listen_fd: int, run_dir: Path, token: str) -> None:
+    """Runs the coordinator on a socket that its parent bound, until SIGTERM. Blocks; call it in the main thread."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.run(_serve(socket.socket(fileno=listen_fd), run_dir, token))
+
+
+async def _serve(listening: socket.socket, run_dir: Path, token: str) -> None:
+    over = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    coordinator = Coordinator(run_dir)
+    server = Server(str(coordinator.description["name"]), token, coordinator.methods(), roles=ROLES)
+    await server.start(listening)
+    try:
+        await over.wait()
+    finally:
+        await server.close()
+        coordinator.close()
+
+
+def _describe(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "run.json"
+    try:
+        description = json.loads(path.read_text())
+        if not isinstance(description["name"], str) or int(description["num_workers"]) < 1:
+            raise ValueError("name or num_workers is wrong")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WorldError(
+            f"{path} does not describe a run: {error}",
+            remedy="The supervisor writes it before the coordinator starts.",
+        ) from None
+    return dict(description)
+
+
+def _timeout(seconds: float) -> float:
+    if not seconds >= 0:
+        raise UsageError(f"timeout_s={seconds} is not a time")
+    return min(float(seconds), MAX_WAIT_S)

@@ -1,0 +1,115 @@
+"""The only reader of os.environ.
+
+A process of a run is told who it is through ECHELON_* variables (CONTRACT: files, environment, processes).
+The token is taken out of the environment as soon as it was read, so that no script, log or child sees it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "ECHELON_"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its run; alone (plain python) it is worker 0 of 1 with no coordinator."""
+
+    run: str = ""
+    run_dir: Path | None = None
+    role: str = "worker"
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    coordinator: str = ""
+    incarnation: int = 0
+    host: str = ""
+
+    @property
+    def supervised(self) -> bool:
+        """True when `echelon run` started this process, so a coordinator is there."""
+        return bool(self.coordinator)
+
+
+def place() -> Place:
+    """What the environment says about this process."""
+    get = os.environ.get
+    run_dir = get(PREFIX + "RUN_DIR")
+    return Place(
+        run=get(PREFIX + "RUN", ""),
+        run_dir=Path(run_dir) if run_dir else None,
+        role=get(PREFIX + "ROLE", "worker"),
+        rank=int(get(PREFIX + "RANK", "0")),
+        local_rank=int(get(PREFIX + "LOCAL_RANK", "0")),
+        world_size=int(get(PREFIX + "WORLD_SIZE", "1")),
+        coordinator=get(PREFIX + "COORDINATOR", ""),
+        incarnation=int(get(PREFIX + "INCARNATION", "0")),
+        host=socket.gethostname().split(".")[0],
+    )
+
+
+def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> dict[str, str]:
+    """The environment of a new process of the run: the parent's, without any token, plus its place."""
+    env = {k: v for k, v in os.environ.items() if k not in (PREFIX + "TOKEN", PREFIX + "TOKEN_FILE")}
+    env |= {
+        PREFIX + "RUN": where.run,
+        PREFIX + "RUN_DIR": str(where.run_dir),
+        PREFIX + "ROLE": where.role,
+        PREFIX + "RANK": str(where.rank),
+        PREFIX + "LOCAL_RANK": str(where.local_rank),
+        PREFIX + "WORLD_SIZE": str(where.world_size),
+        PREFIX + "COORDINATOR": where.coordinator,
+        PREFIX + "INCARNATION": str(where.incarnation),
+        PREFIX + "TOKEN_FILE": str(token_file),
+        "RANK": str(where.rank),
+        "WORLD_SIZE": str(where.world_size),
+        "LOCAL_RANK": str(where.local_rank),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if num_threads is not None:
+        env |= {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+    return env
+
+
+def user_threads() -> int | None:
+    """OMP_NUM_THREADS if the user set it: then we leave thread counts alone."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() else None
+
+
+def take_token() -> str | None:
+    """The run's token from ECHELON_TOKEN or the file ECHELON_TOKEN_FILE names; both leave the environment."""
+    token, file = os.environ.pop(PREFIX + "TOKEN", None), os.environ.pop(PREFIX + "TOKEN_FILE", None)
+    if token:
+        return token
+    return Path(file).read_text().strip() if file else None
+
+
+def runs_dir() -> Path:
+    """Where run folders are kept: $ECHELON_RUNS, else ./runs."""
+    return Path(os.environ.get(PREFIX + "RUNS") or "runs")
+
+
+def bind_gloo(interface: str) -> None:
+    """Tells gloo the one interface that it may listen on (it reads only the environment)."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def visible_gpus() -> int | None:
+    """How many GPUs CUDA_VISIBLE_DEVICES leaves to this process, None when it says nothing."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else sum(1 for item in text.split(",") if item.strip() not in ("", "-1"))
+
+
+def without_token() -> dict[str, str]:
+    """This process's environment as a child that needs no token may see it."""
+    return {k: v for k, v in os.environ.items() if k not in (PREFIX + "TOKEN", PREFIX + "TOKEN_FILE")}
+
+
+def python_path(first: str) -> str:
+    """PYTHONPATH with `first` before whatever is there."""
+    before = os.environ.get("PYTHONPATH")
+    return f"{first}{os.pathsep}{before}" if before else first

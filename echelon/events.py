@@ -1,0 +1,188 @@
+"""What happened in a run, as typed records: all that any display, file or report ever sees.
+
+Whoever notices something builds a record and hands it to a sink; where it goes is injected. A record travels as
+one JSON object with its type's name under "event".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened, at `time` (seconds since 1970) on worker `rank` (None: the run itself)."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    time: float = field(default_factory=time.time)
+    rank: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Event.kinds[cls.__name__] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"event": type(self).__name__, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), default=str)
+
+
+Sink = Callable[[Event], None]
+
+
+def from_dict(record: dict[str, Any]) -> Event:
+    """The event a dict describes; unknown kinds and fields are a ValueError (they came over a wire)."""
+    fields = dict(record)
+    kind = Event.kinds.get(str(fields.pop("event", "")))
+    if kind is None:
+        raise ValueError(f"unknown event {record.get('event')!r}")
+    known = {f.name for f in dataclasses.fields(kind)}
+    if not known >= set(fields):
+        raise ValueError(f"unknown fields {sorted(set(fields) - known)} in {kind.__name__}")
+    return kind(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """The supervisor formed the run."""
+
+    name: str
+    script: str
+    strategy: str
+    num_workers: int
+    num_threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStarted(Event):
+    role: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessEnded(Event):
+    """A process is over: `code` as in a shell (128+n for signal n), with the peak of its resident memory."""
+
+    role: str
+    host: str
+    pid: int
+    code: int
+    peak_rss_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Event):
+    """The first lines of a run: batch sizes, scaling, and what would change the answer."""
+
+    lines: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat(Event):
+    """A worker is alive: its counters so far. Seconds are totals since the first batch."""
+
+    step: int = 0
+    epoch: int = 0
+    num_steps: int = 0
+    samples: int = 0
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0
+    total_s: float = 0.0
+    doing: str = ""
+    stack: list[str] = field(default_factory=list)
+    peak_rss_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged(Event):
+    """What one worker gave to run.log at `step`, with the number of samples it stands for."""
+
+    step: int
+    values: dict[str, float]
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric(Event):
+    """run.log averaged over the workers."""
+
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLost(Event):
+    """A step did not meet; nothing was applied; `batches` are yielded again."""
+
+    step: int
+    batches: int
+    reason: str
+    peers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochDone(Event):
+    """The ledger of one epoch of one loader: samples committed, out of the epoch's order."""
+
+    epoch: int
+    committed: int
+    expected: int | None
+    loader: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseChanged(Event):
+    """A named rank-0 phase: begun, at `share` of its way, or over."""
+
+    name: str
+    state: str
+    share: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """A self-check found something that changes the answer."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said(Event):
+    """A line for people (run.print)."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
+    """A worker's script raised. `consequence` when it only says that another rank failed first."""
+
+    host: str
+    step: int
+    code: int
+    error: str
+    traceback: str
+    consequence: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Event):
+    """A worker's script came to its end."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    code: int
+    reason: str = ""

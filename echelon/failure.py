@@ -1,0 +1,88 @@
+"""What a worker says when its script raised: the user's part of the traceback, the code, and whose fault it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import TracebackType
+
+from echelon.events import Failed
+
+PEER_TEXTS = (
+    "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "socket closed",
+    "communicator was aborted", "remote process exited",
+)  # fmt: skip
+"""What gloo and NCCL say when another rank went away."""
+
+PEER_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "torch.distributed.")
+MAX_TRACEBACK_CHARS = 20_000
+
+
+def describe(error: BaseException, *, rank: int, host: str, step: int) -> Failed:
+    """The event that tells of `error`."""
+    line = error_line(error)
+    return Failed(
+        rank=rank, host=host, step=step, code=exit_code(error), error=line, traceback=user_traceback(error),
+        consequence=bool(getattr(error, "consequence", False)) or sounds_like_a_lost_peer(line),
+    )  # fmt: skip
+
+
+def exit_code(error: BaseException) -> int:
+    """The code with which python (and a shell) would end on this."""
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        return error.code & 0xFF if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+def error_line(error: BaseException) -> str:
+    """`ValueError: what it says`, the first line only."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    lines = [line for line in text.splitlines() if line.strip()]
+    kind = type(error).__name__
+    for line in lines:  # a SyntaxError shows its place first
+        if line.startswith((kind, f"{type(error).__module__}.{kind}")):
+            return line.removeprefix("echelon.errors.")
+    return lines[-1].strip() if lines else kind
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback as plain python would print it: the frames that started the script are left out."""
+    own = tuple(os.path.abspath(path) for path in _STARTERS)
+    summary = traceback.TracebackException(
+        type(error), error, _skip(error.__traceback__, own), capture_locals=False
+    )
+    text = "".join(summary.format()).rstrip("\n")
+    if len(text) > MAX_TRACEBACK_CHARS:
+        half = MAX_TRACEBACK_CHARS // 2
+        text = f"{text[:half]}\n  …\n{text[-half:]}"
+    return text
+
+
+def sounds_like_a_lost_peer(line: str) -> bool:
+    """Whether this error line only says that a connection to another rank broke."""
+    text = line.lower()
+    return line.startswith(PEER_ERRORS) and any(words in text for words in PEER_TEXTS)
+
+
+def _skip(tb: TracebackType | None, starters: tuple[str, ...]) -> TracebackType | None:
+    first = tb
+    while tb is not None and _is_starter(tb, starters):
+        tb = tb.tb_next
+    return tb if tb is not None else (None if first is None or _is_starter(first, starters) else first)
+
+
+def _is_starter(tb: TracebackType, starters: tuple[str, ...]) -> bool:
+    name = tb.tb_frame.f_code.co_filename
+    return name.startswith("<frozen ") or os.path.abspath(name) in starters
+
+
+_STARTERS = [
+    os.path.join(os.path.dirname(__file__), "role.py"),
+    getattr(sys.modules.get("runpy"), "__file__", None) or "",
+]

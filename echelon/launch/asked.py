@@ -1,0 +1,49 @@
+"""Signals that ask a run to end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+WORDS = {
+    signal.SIGINT: "stopped by Ctrl-C",
+    signal.SIGTERM: "stopped by SIGTERM",
+    signal.SIGHUP: "stopped, because the terminal went away",
+}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why everything is to end, other than a worker's failure or success."""
+
+    code: int
+    reason: str
+    detail: tuple[str, ...] = ()
+
+
+class Asked:
+    """Counts requests. The handlers only take notes: the loop, woken through `wake_fd`, acts on them."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.number = 0
+
+    def stop(self) -> Stop:
+        return Stop(128 + self.number, WORDS[signal.Signals(self.number)])
+
+    @contextlib.contextmanager
+    def listening(self, wake_fd: int) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self.times, self.number = self.times + 1, self.number or number
+
+        before = {number: signal.signal(number, note) for number in WORDS}
+        woken = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(woken)
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,106 @@
+"""The supervisor's line to the coordinator: hears events, tells of exits. Never blocks the supervisor's loop."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from echelon.clock import Deadline
+from echelon.control.member import Member
+from echelon.env import Place
+from echelon.errors import EchelonError, WorldError
+from echelon.events import Event, from_dict
+
+POLL_S = 1.0
+JOIN_S = 60.0
+TELL_S = 2.0
+
+
+class Link:
+    """Two threads beside the loop. If the coordinator is away or restarts, both try again until close()."""
+
+    def __init__(self, place: Place, token: str, wake: Callable[[], None]) -> None:
+        self._place, self._token, self._wake = place, token, wake
+        self._heard: collections.deque[Event] = collections.deque()
+        self._to_tell: queue.Queue[Event | tuple[str, dict[str, Any]] | None] = queue.Queue()
+        self._over = threading.Event()
+        self._member: Member | None = None
+        self._joined = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._hear, "echelon-hear"), (self._tell, "echelon-tell"))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def heard(self) -> list[Event]:
+        """The events that came since the last call, in the coordinator's order."""
+        events = []
+        while self._heard:
+            events.append(self._heard.popleft())
+        return events
+
+    def emit(self, event: Event) -> None:
+        """An event of the supervisor's own, for everybody."""
+        self._to_tell.put(event)
+
+    def died(self, rank: int, code: int) -> None:
+        """Worker `rank` is over: those who wait for it should know at once."""
+        self._to_tell.put(("died", {"rank": rank, "code": code}))
+
+    def close(self, deadline: Deadline) -> None:
+        """Tells what is still to be told, until the deadline at most, and hangs up."""
+        self._to_tell.put(None)
+        if self._joined.is_set():
+            self._threads[1].join(deadline.left_s)
+        self._over.set()
+        if self._member is not None:
+            self._member.close(deadline)
+
+    def _hear(self) -> None:
+        while not self._over.is_set() and self._member is None:
+            with contextlib.suppress(EchelonError):
+                self._member = Member.join(self._place, self._token, Deadline.after(JOIN_S))
+        if self._member is None:
+            return
+        self._joined.set()
+        after, wire = 0, None
+        while not self._over.is_set():
+            try:
+                wire = wire or self._member.dial(Deadline.after(JOIN_S))
+                answer = wire.call("watch", Deadline.after(POLL_S + 5.0), after=after, timeout_s=POLL_S)
+            except EchelonError:
+                self._over.wait(0.1)
+                continue
+            after = answer["next"]
+            for record in answer["events"]:
+                with contextlib.suppress(ValueError, TypeError):
+                    self._heard.append(from_dict(record))
+            if answer["events"]:
+                self._wake()
+
+    def _tell(self) -> None:
+        while not self._joined.wait(0.5):
+            if self._over.is_set():
+                return
+        while (item := self._to_tell.get()) is not None:
+            if self._member is None:
+                return
+            if isinstance(item, Event):
+                self._member.emit(item)
+                continue
+            method, args = item
+            for _ in range(3):
+                try:
+                    self._member.call(method, Deadline.after(TELL_S), **args)
+                    break
+                except WorldError:
+                    self._over.wait(0.1)
+                except EchelonError:
+                    break

@@ -1,0 +1,100 @@
+"""From what a person typed to a running supervisor: everything that can be wrong is found before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.machinery
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from echelon import strategy as strategies
+from echelon.errors import UsageError
+from echelon.launch import rundir
+from echelon.launch.local import Job, make_plan
+from echelon.launch.rundir import RunDir
+from echelon.show import tensorboard
+from echelon.show.progress import Display
+from echelon.strategy import Strategy
+
+
+def check_script(job: Job) -> None:
+    """UsageError with the nearest file name when the script or module is not there."""
+    path = Path(job.script)
+    if job.module:
+        top = job.script.partition(".")[0]
+        if (
+            importlib.machinery.PathFinder.find_spec(top, ["", *sys.path]) is None
+            and top not in sys.builtin_module_names
+        ):
+            raise UsageError(
+                f"there is no module {top!r}", remedy="It is looked for here and where python looks."
+            )
+        return
+    if path.is_file() or (path / "__main__.py").is_file():
+        return
+    folder = path.parent if path.parent.is_dir() else Path()
+    stems = {p.stem: p for p in folder.glob("*.py")}
+    near = difflib.get_close_matches(path.stem, list(stems), n=1)
+    remedy = f"Did you mean {stems[near[0]]}?" if near else f"The current folder is {Path.cwd()}."
+    what = "is a folder without __main__.py" if path.is_dir() else "does not exist"
+    raise UsageError(f"the script {job.script!r} {what}", remedy=remedy)
+
+
+def choose_strategy(
+    text: str, settings: tuple[str, ...], config: Path | None
+) -> tuple[Strategy, dict[str, Any]]:
+    """The strategy and the fields that the person set, highest first: --set, --strategy, --config."""
+    layers = [
+        strategies.parse_set(settings),
+        strategies.parse(text),
+        strategies.load(config) if config is not None else {},
+    ]
+    chosen = strategies.merge(*layers)
+    strategies.require_built(chosen)
+    if chosen.tensorboard:
+        tensorboard.require()
+    return chosen, layers[2] | layers[1] | layers[0]
+
+
+def run(
+    job: Job, chosen: Strategy, set_by_user: dict[str, Any], *, name: str | None, run_dir: Path | None
+) -> int:
+    """Makes the run's folder, runs it to its end, gives its exit code. Blocks."""
+    from echelon.launch.supervisor import Supervisor
+
+    check_script(job)
+    now = time.time()
+    name, folder = rundir.create(job.script, name=name, run_dir=run_dir, now=now)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+        plan = make_plan(job, name, folder.path, listening.getsockname()[1])
+        folder.write({
+            "name": name, "script": job.script, "module": job.module, "args": list(job.args),
+            "strategy": dataclasses.asdict(chosen), "set_by_user": set_by_user, "num_workers": job.num_workers,
+            "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
+            "coordinator": plan.coordinator,
+        })  # fmt: skip
+        display = Display(num_workers=job.num_workers, host=plan.host)
+        display.say(f"run {name} · {chosen} · {plan.threads_sentence}")
+        sinks = [tensorboard.TensorBoard(folder.path / "tensorboard")] if chosen.tensorboard else []
+        try:
+            return Supervisor(plan, folder, listening, display, sinks).run()
+        finally:
+            for sink in sinks:
+                sink.close()
+
+
+def state_of(folder: RunDir) -> str:
+    """One word for a run: running, ended (0), failed (N), or died (its supervisor is gone without a word)."""
+    record = folder.read()
+    if "code" in record:
+        return "ended" if record["code"] == 0 else f"failed ({record['code']})"
+    supervisors = [process for process in folder.load_processes() if process.role == "supervisor"]
+    if not supervisors:
+        return "died"
+    if supervisors[0].host != socket.gethostname().split(".")[0]:
+        return f"on {supervisors[0].host}"
+    return "running" if supervisors[0].alive else "died"

@@ -1,0 +1,334 @@
+"""The process that a person starts: it starts the others, shows what they say, and sees to it that all of it ends.
+
+The order of a run:
+    1. start: the coordinator's socket, the guard, coordinator and workers
+    2. watch: one loop over output, exits, events and signals
+    3. settle: after a first failure the others get a second to say what they know
+    4. end: the guard ends the tree; then the summary, or the first failure as the last lines
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon import env
+from echelon.clock import Deadline
+from echelon.events import Event, Failed, ProcessEnded, ProcessStarted, RunEnded, RunStarted, Sink
+from echelon.launch import blame, cause, guard
+from echelon.launch.asked import Asked, Stop
+from echelon.launch.blame import Exit, Verdict
+from echelon.launch.link import Link
+from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
+from echelon.launch.rundir import Process, RunDir, start_ticks
+from echelon.launch.streams import Streams, tail
+from echelon.launch.tether import Tether
+from echelon.show.ended import failure_block
+from echelon.show.progress import Display
+from echelon.show.summary import summary
+
+TICK_S = 0.1
+SETTLE_S = 1.0
+SETTLE_CONSEQUENCE_S = 2.0
+"""When so far only consequences are known, the cause gets a little longer to show itself."""
+
+LAST_WORDS_S = 0.4
+GRACE_S = 1.0
+END_S = 6.0
+MAX_RESTARTS = 5
+
+
+class Supervisor:
+    """One run on this machine. `run()` blocks until nothing of it is left and gives its exit code."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: RunDir,
+        listening: socket.socket,
+        display: Display,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.plan, self.folder, self.display = plan, folder, display
+        self.listening, self.sinks = listening, sinks
+        self.selector = selectors.DefaultSelector()
+        self.streams = Streams(folder, self.selector, display, plan.num_workers)
+        self.exits: dict[int, Exit] = {}
+        self.failures: list[Failed] = []
+        self.stop: Stop | None = None
+        self.failing_since: float | None = None
+        self.done_since: float | None = None
+        self.ending_since: float | None = None
+        self.ended = self.hurried = False
+        self.asked = Asked()
+        self.restarts = 0
+        self.restarted = 0.0
+        self.incarnation = 0
+        self.wake_out, self.wake_in = os.pipe()
+        for fd in (self.wake_out, self.wake_in):
+            os.set_blocking(fd, False)
+
+    def run(self) -> int:
+        self.started = time.monotonic()
+        self.memory = cause.read(cause.own_cgroup())
+        guard.become_subreaper()
+        spare = frozenset(guard.descendants(os.getpid()))
+        with self.asked.listening(self.wake_in):
+            self.tether = Tether(self.folder.logs / "guard-0.log")
+            try:
+                self._start()
+                while not self.ended:
+                    self._turn()
+            finally:
+                self.tether.leave_nothing({process.pid for process in self.folder.processes.values()}, spare)
+                self.folder.token.unlink(missing_ok=True)
+                self.display.close()
+            return self._finish()
+
+    # start
+
+    def _start(self) -> None:
+        self.tether.remove_at_end(self.folder.token)
+        token = self.folder.write_token()
+        self.selector.register(self.tether, selectors.EVENT_READ, self._hear_guard)
+        self.selector.register(self.wake_out, selectors.EVENT_READ, self._woken)
+        self._put("supervisor", 0, os.getpid())
+        self._put("guard", 0, self.tether.process.pid)
+        self._spawn(self.plan.coordinator_role(0, guard.PASSED_FD), self.listening.fileno())
+        for rank in range(self.plan.num_workers):
+            self._spawn(self.plan.worker(rank))
+        place = env.Place(
+            run=self.plan.name, run_dir=self.folder.path, role="supervisor", world_size=self.plan.num_workers,
+            coordinator=self.plan.coordinator, host=self.plan.host,
+        )  # fmt: skip
+        self.link = Link(place, token, self._wake)
+        self.link.start()
+        record = self.folder.read()
+        self.link.emit(
+            RunStarted(name=self.plan.name, script=self.plan.job.script, strategy=str(record["set_by_user"].get("form", "allreduce")),
+                       num_workers=self.plan.num_workers, num_threads=self.plan.num_threads)
+        )  # fmt: skip
+
+    def _spawn(self, spec: RoleSpec, *extra: int) -> None:
+        writers = self.streams.open(spec.role, spec.rank)
+        self.tether.spawn(spec, [*writers, *extra])
+        for writer in writers:
+            os.close(writer)
+
+    # watch
+
+    def _turn(self) -> None:
+        for key, _ in self.selector.select(TICK_S):
+            if callable(key.data):
+                key.data()
+            else:
+                self.streams.read(*key.data)
+        for event in self.link.heard():
+            self._on_event(event)
+        self.streams.tick()
+        self.display.tick()
+        self._decide(time.monotonic())
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake_out, 4096)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.wake_in, b"x")
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.failures.append(event)
+            self._first_failure()
+        self.display.handle(event)
+        for sink in self.sinks:
+            sink(event)
+
+    def _hear_guard(self) -> None:
+        for message in self.tether.hear():
+            if "started" in message:
+                role, _, rank = message["started"].rpartition("-")
+                self._put(role, int(rank), message["pid"], self.incarnation if role == "coordinator" else 0)
+                if role == "worker":
+                    self.link.emit(
+                        ProcessStarted(rank=int(rank), role=role, host=self.plan.host, pid=message["pid"])
+                    )
+            elif "exited" in message:
+                self._on_exit(message)
+            elif "ended" in message:
+                self.ended = True
+        if self.tether.gone and not self.ended:
+            self.ended = True
+            if self.ending_since is None:
+                self.stop = self.stop or Stop(
+                    137, "the run's guard process was killed, so everything was ended"
+                )
+
+    def _on_exit(self, message: dict[str, Any]) -> None:
+        role, _, text = message["exited"].rpartition("-")
+        rank, code = int(text), blame.code_of_status(message["status"])
+        process = self.folder.processes[role, rank]
+        process.code, process.ended = code, time.time()
+        self.folder.put(process)
+        self.streams.over(role, rank)
+        if role == "coordinator":
+            self._on_coordinator_exit(code)
+            return
+        peak = message["peak_rss_bytes"]
+        self.exits[rank] = Exit(
+            rank, code, time.time(), self.ending_since is not None, peak, message["cgroup"]
+        )
+        self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
+                                    peak_rss_bytes=peak))  # fmt: skip
+        self.link.died(rank, code)
+        if code != 0:
+            self._first_failure()
+
+    def _on_coordinator_exit(self, code: int) -> None:
+        if self.ending_since is not None:
+            return
+        now = time.monotonic()
+        self.restarts = self.restarts + 1 if now - self.restarted < 60.0 else 1
+        self.restarted, self.incarnation = now, self.incarnation + 1
+        if self.restarts > MAX_RESTARTS:
+            words = tuple(tail(self.folder.log("coordinator", 0)))
+            code = 1 if self.display.progress.beats else 69
+            self.stop = self.stop or Stop(code, "the coordinator ended again and again", words)
+            return
+        self.display.say(f"the coordinator ended (exit code {code}) and is started again; training goes on")
+        self._spawn(self.plan.coordinator_role(self.incarnation, guard.PASSED_FD), self.listening.fileno())
+
+    # settle
+
+    def _first_failure(self) -> None:
+        if self.failing_since is None and self.ending_since is None:
+            self.failing_since = time.monotonic()
+            self.streams.failing()
+
+    def _decide(self, now: float) -> None:
+        """Is it time to end everything? Asks for it once."""
+        if self.asked.times and self.stop is None and self.ending_since is None:
+            self.stop = self.asked.stop()
+        if self.display.broken and self.stop is None and self.ending_since is None:
+            self.stop = Stop(141, "nobody reads the output any more")
+        if self.ending_since is not None:
+            if self.asked.times > 1 and not self.hurried:
+                self.hurried = True
+                self.tether.end(0.0)
+            self.ended = self.ended or now - self.ending_since > END_S
+            return
+        if self.stop is not None:
+            self._end()
+        elif self.failing_since is not None:
+            if now - self.failing_since >= self._settle_s():
+                self._end()
+        elif len(self.exits) == self.plan.num_workers:
+            self.done_since = self.done_since or now
+            if (
+                len(self.display.progress.left) == self.plan.num_workers
+                or now - self.done_since > LAST_WORDS_S
+            ):
+                self._end()
+        elif now - self.started > JOIN_TIMEOUT_S:
+            self._check_formed()
+
+    def _settle_s(self) -> float:
+        """How long after the first failure the others may still speak."""
+        said = {failed.rank for failed in self.failures}
+        silent = [
+            end for end in self.exits.values() if end.code != 0 and not end.signal and end.rank not in said
+        ]
+        if len(self.exits) == self.plan.num_workers:
+            return LAST_WORDS_S if silent else 0.0
+        verdict = blame.judge(self.exits, self.failures)
+        only_consequences = verdict is not None and verdict.failed is not None and verdict.failed.consequence
+        return SETTLE_CONSEQUENCE_S if only_consequences else SETTLE_S
+
+    def _check_formed(self) -> None:
+        here = {*self.display.progress.beats, *self.exits}
+        missing = [rank for rank in range(self.plan.num_workers) if rank not in here]
+        if missing:
+            names = ", ".join(str(rank) for rank in missing)
+            words = tuple(tail(self.folder.log("worker", missing[0])))
+            self.stop = Stop(
+                69, f"the world did not form: no word from worker {names} in {JOIN_TIMEOUT_S:g} s", words
+            )
+
+    # end
+
+    def _end(self) -> None:
+        self.ending_since = self.ending_since or time.monotonic()
+        self.link.emit(RunEnded(code=self._code(), reason=self.stop.reason if self.stop is not None else ""))
+        self.link.close(Deadline.after(0.5))
+        for event in self.link.heard():
+            self._on_event(event)
+        self.tether.end(GRACE_S)
+
+    def _finish(self) -> int:
+        """Says how it ended, the first failure last, and writes it down."""
+        self.streams.finish(failed.traceback for failed in self.failures)
+        code, progress = self._code(), self.display.progress
+        self._close(code)
+        self.folder.update(
+            ended=time.time(),
+            code=code,
+            steps=progress.step,
+            samples=progress.samples,
+            metrics=progress.metrics,
+        )
+        verdict = self._verdict()
+        if self.stop is not None:
+            step = f" at step {progress.step}" if progress.step else ""
+            self.display.say("", f"run {self.plan.name}: {self.stop.reason}{step}",
+                             *(f"  {line}" for line in self.stop.detail))  # fmt: skip
+        elif verdict is not None:
+            self.display.say(*self._block(verdict))
+        else:
+            memory = {rank: end.peak_rss_bytes for rank, end in self.exits.items()}
+            wall_s = time.monotonic() - self.started
+            self.display.say(*summary(progress, name=self.plan.name, run_dir=self.folder.path, wall_s=wall_s,
+                                      memory=memory))  # fmt: skip
+        return code
+
+    def _verdict(self) -> Verdict | None:
+        return blame.judge(self.exits, self.failures)
+
+    def _code(self) -> int:
+        if self.stop is not None:
+            return self.stop.code
+        verdict = self._verdict()
+        return verdict.code if verdict is not None else 0
+
+    def _block(self, verdict: Verdict) -> list[str]:
+        why, log = "", self.folder.log("worker", verdict.rank)
+        if verdict.exit is not None and verdict.failed is None and verdict.exit.signal:
+            after = cause.read(verdict.exit.cgroup or cause.own_cgroup())
+            why = cause.likely_cause(verdict.exit.signal, self.memory, after, verdict.exit.peak_rss_bytes)
+        beat = self.display.progress.beats.get(verdict.rank)
+        return failure_block(
+            verdict, host=self.plan.host, step=beat.step if beat is not None else 0, log=_short(log), cause=why,
+            log_tail=tail(log), style=self.display.styled,
+        )  # fmt: skip
+
+    def _close(self, code: int) -> None:
+        """processes.json says of everybody how it ended."""
+        for process in self.folder.processes.values():
+            if process.code is None:
+                process.code, process.ended = (code if process.role == "supervisor" else 0), time.time()
+                self.folder.put(process)
+
+    def _put(self, role: str, rank: int, pid: int, incarnation: int = 0) -> None:
+        self.folder.put(Process(role, rank, self.plan.host, pid, time.time(), start_ticks(pid), incarnation))
+
+
+def _short(path: Path) -> Path:
+    with contextlib.suppress(ValueError):
+        return path.relative_to(Path.cwd())
+    return path

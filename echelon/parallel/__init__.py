@@ -1,0 +1,1 @@
+"""The forms of parallel training: how gradients meet, norms are shared, weights are averaged."""

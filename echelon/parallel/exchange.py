@@ -1,0 +1,127 @@
+"""Values that cross ranks in a script: gather, reduce, and the mean over unequal counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from echelon.clock import Deadline
+from echelon.comm.group import Group, Lost, Outcome
+from echelon.parallel.gradsync import Share
+
+LIMIT_S = 1800.0
+ReduceOp = Literal["mean", "sum", "min", "max"]
+
+
+class Exchange:
+    """Small collectives on a group of their own, so that they never stand in the order of gradients.
+
+    A lost peer completes an operation with what this rank has and is told to `lost`: the step will not commit.
+    """
+
+    def __init__(self, group: Group, lost: Callable[[Outcome], None]) -> None:
+        self.group, self.lost = group, lost
+
+    def _met(self, outcome: Outcome) -> bool:
+        if isinstance(outcome, Lost):
+            self.lost(outcome)
+            return False
+        return True
+
+    def total(self, values: list[float]) -> list[float]:
+        """Sums over ranks in float64."""
+        wire = torch.tensor(values, dtype=torch.float64, device=self._device())
+        return wire.tolist() if self._met(self.group.all_reduce(wire).wait(Deadline.after(LIMIT_S))) else values
+
+    def every(self, values: list[float]) -> list[list[float]]:
+        """Each rank's values, in rank order."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device())
+        out = torch.zeros(self.group.size, len(values), dtype=torch.float64, device=mine.device)
+        met = self._met(self.group.all_gather(out, mine).wait(Deadline.after(LIMIT_S)))
+        return out.tolist() if met else [values]
+
+    def _device(self) -> torch.device:
+        return self.group.buffer(0).device
+
+    def reduce(self, x: Tensor, op: ReduceOp, weight: float) -> Tensor:
+        """x over all ranks; mean by weight; a rank of weight 0 counts for nothing."""
+        x = x.detach()
+        if op in ("min", "max"):
+            wire = x.clone()
+            if weight == 0:
+                info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+                wire.fill_(info.max if op == "min" else info.min)
+            self._met(self.group.all_reduce(wire, op).wait(Deadline.after(LIMIT_S)))
+            return wire
+        exact = x.dtype if not x.is_floating_point() and op == "sum" else torch.float64
+        scale = weight if op == "mean" else float(weight > 0)
+        body = x.to(exact).reshape(-1) * (scale if exact is torch.float64 else int(scale)) if scale else torch.zeros(x.numel(), dtype=exact, device=x.device)
+        wire = torch.cat([body, torch.tensor([weight], device=x.device).to(exact)])
+        self._met(self.group.all_reduce(wire).wait(Deadline.after(LIMIT_S)))
+        value = wire[:-1] / wire[-1] if op == "mean" else wire[:-1]
+        keeps = x.is_floating_point() or op == "sum"
+        return value.reshape(x.shape).to(x.dtype if keeps else torch.float64)
+
+    def gather(self, x: Tensor, share: Share) -> Tensor:
+        """The rows of all ranks in global order; differentiable. Rows of a stand-in are left out."""
+        out = _Gather.apply(x, self, share)
+        assert isinstance(out, Tensor)
+        return out
+
+    def rows(self, x: Tensor, count: int) -> tuple[list[int], Tensor]:
+        """Everybody's first `count` rows, padded on the way to the longest."""
+        counts = [int(c[0]) for c in self.every([float(count)])]
+        most = max([*counts, 1])
+        mine = x.new_zeros(most, *x.shape[1:])
+        mine[:count] = x[:count]
+        out = x.new_zeros(len(counts), most, *x.shape[1:])
+        if not self._met(self.group.all_gather(out, mine).wait(Deadline.after(LIMIT_S))):
+            out = mine.expand(len(counts), *mine.shape)
+        return counts, torch.cat([out[r, :n] for r, n in enumerate(counts)])
+
+
+class _Gather(torch.autograd.Function):
+    """Backward: what all ranks' losses say about my rows, each by its rank's share, in units of my own share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, share: Share) -> Tensor:
+        rows = x.shape[0] if share.counts else 0
+        counts, out = exchange.rows(x.detach(), rows)
+        ctx.exchange, ctx.share, ctx.shape = exchange, share, x.shape
+        ctx.start, ctx.rows = sum(counts[: exchange.group.rank]), rows
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        share: Share = ctx.share
+        wire = grad * share.weight if share.counts else torch.zeros_like(grad)
+        wire = wire.contiguous()
+        ctx.exchange._met(ctx.exchange.group.all_reduce(wire).wait(Deadline.after(LIMIT_S)))
+        mine = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
+        if share.counts:
+            mine[: ctx.rows] = wire[ctx.start : ctx.start + ctx.rows] / share.weight
+        return mine, None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """Shows `value`, but hands `factor` times the gradient to `total`."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.factor, None, None
+
+
+def shown_as(total: Tensor, value: float, factor: float) -> Tensor:
+    """A loss that reads as `value` and whose gradient is factor × the gradient of `total`."""
+    out = _Scaled.apply(total, torch.full_like(total.detach(), value), factor)
+    assert isinstance(out, Tensor)
+    return out

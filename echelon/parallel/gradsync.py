@@ -1,0 +1,81 @@
+"""GradSync: how the gradients of one model meet. The contract that every form fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from echelon.comm.group import Outcome
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank's gradients of the current micro-step count for."""
+
+    weight: float = 1.0
+    """Gradients are multiplied by this before they are summed over ranks; over a group the weights sum to one."""
+
+    counts: bool = True
+    """False for a stand-in: its gradient is dropped, not multiplied by 0 (it may be NaN)."""
+
+    last: bool = True
+    """False in the middle of a group (accumulate, microbatches): gradients stay here until its last micro-step."""
+
+    closing: float = 1.0
+    """Multiplies what the group holds when it meets: 1 / tokens where the normaliser is known only then."""
+
+
+class GradSync(Protocol):
+    """How the gradients of one model meet.
+
+    Provisional until commit: `withdraw` (zero_grad) takes back what was not sealed, a further backward adds. After a
+    backward of a group's last micro-step `.grad` is the global gradient, or None for what no rank used.
+    """
+
+    applies_here: bool
+    """False when the optimizer runs elsewhere (on a server)."""
+
+    wait_s: float
+    """Seconds spent waiting for peers so far."""
+
+    activity: int
+    """Grows with every gradient that arrives."""
+
+    def unused(self) -> list[str]:
+        """Names of trained parameters that have no gradient now."""
+        ...
+
+    def begin(self, share: Share) -> None:
+        """A micro-step begins; later backwards count for this much."""
+        ...
+
+    def finish(self) -> None:
+        """The backstop: takes part in the meeting of this micro-step if no backward did so here."""
+        ...
+
+    def seal(self, params: Iterable[Tensor]) -> None:
+        """The script stepped in the middle of a group: what these hold now stays, whatever zero_grad does."""
+        ...
+
+    def withdraw(self, params: Iterable[Tensor]) -> None:
+        """zero_grad: drops what was not sealed."""
+        ...
+
+    def commit(self, step: int) -> Outcome:
+        """Did every backward since the last commit meet? Nothing is applied unless Met."""
+        ...
+
+    def lost(self) -> Outcome:
+        """How the backwards since the last commit went, without ending anything."""
+        ...
+
+    def forget(self) -> None:
+        """The step was lost: drops all gradients, sealed ones too."""
+        ...
+
+    def refresh(self) -> None:
+        """Parameters may have been frozen or thawed since; called between steps."""
+        ...

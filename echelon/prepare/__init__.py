@@ -1,0 +1,1 @@
+"""What scripts hold: models, optimizers, schedulers, scalers and loaders, prepared."""

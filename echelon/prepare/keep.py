@@ -1,0 +1,181 @@
+"""Keepers: what is put back when a step is lost, so that a replay starts where the last commit ended.
+
+`keep` is called on the path of every step, so it copies into memory that it already has; `put_back` is rare.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from echelon.data import randomness
+from echelon.data.tree import map_tree
+from echelon.mesh.layout import Stateful
+
+
+class Keeper(Protocol):
+    def keep(self) -> None:
+        """Remembers the present."""
+        ...
+
+    def put_back(self) -> None:
+        """Makes the present what it was at the last keep()."""
+        ...
+
+
+class Tensors:
+    """Copies of some tensors, in memory that is made once."""
+
+    def __init__(self, live: list[Tensor]) -> None:
+        self.live = live
+        self.copies: list[Tensor] = [torch.empty_like(t) for t in live]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        if self.live:
+            torch._foreach_copy_(self.copies, self.live)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        if self.live:
+            torch._foreach_copy_(self.live, self.copies)
+
+
+class Buffers:
+    """A model's buffers (BatchNorm's running statistics and the like)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.kept: Tensors | None = None
+
+    def keep(self) -> None:
+        live = [b.detach() for b in self.model.buffers()]
+        if self.kept is None or not _same(self.kept.live, live):
+            self.kept = Tensors(live)
+        self.kept.keep()
+
+    def put_back(self) -> None:
+        if self.kept is not None:
+            self.kept.put_back()
+
+
+class Randomness:
+    """Every random generator of this process."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.state: randomness.RandomState | None = None
+
+    def keep(self) -> None:
+        self.state = randomness.capture(self.cuda)
+
+    def put_back(self) -> None:
+        if self.state is not None:
+            randomness.restore(self.state)
+
+
+class Numbers:
+    """A scheduler with its optimizer's hyper-parameters: plain numbers, so a shallow copy is enough."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.state: dict[str, Any] = {}
+        self.groups: list[dict[str, Any]] = []
+
+    def keep(self) -> None:
+        self.state = {k: _plain(v) for k, v in self.scheduler.state_dict().items()}
+        self.groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.scheduler.optimizer.param_groups]
+
+    def put_back(self) -> None:
+        self.scheduler.load_state_dict(copy.deepcopy(self.state))
+        for group, kept in zip(self.scheduler.optimizer.param_groups, self.groups, strict=True):
+            for key, value in kept.items():
+                if isinstance(group[key], Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+class Scaling:
+    """A GradScaler's scale and growth counter, which stay on their device."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+        self.kept: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def keep(self) -> None:
+        live = (self.scaler._scale, self.scaler._growth_tracker)
+        self.kept = tuple(None if t is None else t.detach().clone() for t in live)  # type: ignore[assignment]
+
+    def put_back(self) -> None:
+        for live, kept in zip((self.scaler._scale, self.scaler._growth_tracker), self.kept, strict=True):
+            if live is not None and kept is not None:
+                live.copy_(kept)
+        self.scaler._per_optimizer_states.clear()
+
+
+class Tracked:
+    """Anything with state_dict and load_state_dict: deep copies."""
+
+    def __init__(self, obj: Stateful) -> None:
+        self.obj = obj
+        self.state: dict[str, Any] = {}
+
+    def keep(self) -> None:
+        self.state = _deep(self.obj.state_dict())
+
+    def put_back(self) -> None:
+        self.obj.load_state_dict(_deep(self.state))
+
+
+class PreImage:
+    """Parameters and optimizer state before a step that a later optimizer of the same iteration may undo."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.params: Tensors | None = None
+        self.state: dict[Any, dict[str, Any]] | None = None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        live = [p.detach() for g in self.optimizer.param_groups for p in g["params"]]
+        if self.params is None or not _same(self.params.live, live):
+            self.params = Tensors(live)
+        self.params.keep()
+        self.state = {p: {k: _deep(v) for k, v in s.items()} for p, s in self.optimizer.state.items()}
+
+    def put_back(self) -> None:
+        if self.params is not None and self.state is not None:
+            self.params.put_back()
+            self.optimizer.state.clear()
+            self.optimizer.state.update({p: dict(s) for p, s in self.state.items()})
+            self.state = None
+
+    def drop(self) -> None:
+        self.state = None
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.data_ptr() == y.data_ptr() and x.shape == y.shape for x, y in zip(a, b, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _deep(state: Any) -> Any:
+    """A copy that shares nothing with the original: tensors cloned, the rest deep-copied."""
+    if isinstance(state, dict):
+        return {key: _deep(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and any(isinstance(v, (Tensor, dict, list)) for v in state):
+        return type(state)(_deep(v) for v in state)
+    if isinstance(state, Tensor):
+        return map_tree(lambda t: t.detach().clone(), state)
+    return copy.deepcopy(state)

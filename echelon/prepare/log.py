@@ -1,0 +1,60 @@
+"""run.log: values of this rank, gathered into one record a committed step."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from echelon.events import Logged, Sink
+from echelon.step import Machine
+
+
+class Log:
+    """Values are weighted by this rank's samples. A lost step's values are dropped.
+
+    Tensors on a GPU are read by the beat thread, so that logging never waits for the device.
+    """
+
+    def __init__(self, machine: Machine, emit: Sink) -> None:
+        self.machine, self.emit = machine, emit
+        self.group: list[tuple[dict[str, Any], float]] = []
+        self.waiting: list[tuple[int, list[tuple[dict[str, Any], float]]]] = []
+        self.lock = threading.Lock()
+
+    def add(self, values: dict[str, Any]) -> None:
+        machine = self.machine
+        if machine.iteration_lost:
+            self.group = []
+            return
+        part = machine.current.part if machine.current else None
+        weight = float(part.count) if part else 1.0
+        held = {k: v.detach() if isinstance(v, Tensor) else float(v) for k, v in values.items()}
+        self.group.append((held, weight))
+        if not machine.share.last:
+            return
+        step = machine.counters.global_step + (0 if machine.in_iteration else 1)
+        with self.lock:
+            self.waiting.append((step, self.group))
+            self.group = []
+        if not any(isinstance(v, Tensor) and v.is_cuda for v in held.values()):
+            self.flush()
+
+    def flush(self) -> None:
+        with self.lock:
+            waiting, self.waiting = self.waiting, []
+        for step, group in waiting:
+            weight = sum(w for _, w in group)
+            names = dict.fromkeys(name for values, _ in group for name in values)
+            means = {name: _mean([(float(v[name]), w) for v, w in group if name in v]) for name in names}
+            self.emit(Logged(rank=self.machine.rank, step=step, values=means, weight=weight))
+
+
+def _mean(pairs: list[tuple[float, float]]) -> float:
+    real = [(v, w) for v, w in pairs if w > 0]
+    if not real:
+        return 0.0
+    total = sum(w for _, w in real)
+    return math.fsum(v * w for v, w in real) / total

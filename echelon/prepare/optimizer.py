@@ -1,0 +1,92 @@
+"""An optimizer under the machine: the same object, with `step` and `zero_grad` replaced on the instance.
+
+On the instance, because schedulers refuse a duck-typed optimizer and bypass a swapped class when they were made first.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.parallel.gradsync import GradSync
+from echelon.prepare.keep import PreImage
+from echelon.step import Machine
+
+
+class PreparedOptimizer:
+    """What the machine knows about one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, machine: Machine) -> None:
+        self.optimizer, self.machine = optimizer, machine
+        self.index = len(machine.optimizers)
+        self.stepped = True
+        self.syncs: list[GradSync] = []
+        self.lr_factor: Callable[[int], float] | None = None
+        """Multiplies the learning rate of step n (batch=per-worker); schedulers never see it."""
+        self._inner_step = optimizer.step
+        self._inner_zero = optimizer.zero_grad
+        self._pre_image = PreImage(optimizer)
+        self._bind()
+        machine.optimizers.append(self)
+
+    def _bind(self) -> None:
+        prepared = self
+
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return prepared.machine.step(prepared, closure)
+
+        def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            for sync in prepared.syncs:
+                sync.withdraw(prepared.params())
+            prepared._inner_zero(set_to_none=set_to_none)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it again
+        self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.zero_grad = types.MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]
+        self.optimizer._echelon = self  # type: ignore[attr-defined]
+
+    def params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def inner_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's own step, at the scaled learning rate."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        factor = self.lr_factor(self.machine.counters.global_step) if self.lr_factor else 1.0
+        if factor == 1.0:
+            return self._inner_step() if closure is None else self._inner_step(closure)
+        plain = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        try:
+            return self._inner_step() if closure is None else self._inner_step(closure)
+        finally:
+            for group, lr in zip(self.optimizer.param_groups, plain, strict=True):
+                group["lr"] = lr
+
+    def keep_pre_image(self) -> None:
+        if self._pre_image.state is None:
+            self._pre_image.keep()
+
+    def put_back(self) -> None:
+        self._pre_image.put_back()
+
+    def drop_pre_image(self) -> None:
+        self._pre_image.drop()
+
+
+def warmup_factor(workers: int, warmup_steps: int) -> Callable[[int], float]:
+    """Linear scaling: from 1 to `workers` over the first `warmup_steps` steps, then `workers`."""
+
+    def factor(step: int) -> float:
+        share = 1.0 if step >= warmup_steps else (step + 1) / (warmup_steps + 1)
+        return 1.0 + (workers - 1) * share
+
+    return factor
+
+
+def prepared_optimizer(optimizer: Any) -> PreparedOptimizer | None:
+    return getattr(optimizer, "_echelon", None)

@@ -1,0 +1,70 @@
+"""Schedulers and scalers under the machine: the same objects, with their verbs replaced on the instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from echelon.comm.group import Lost
+from echelon.prepare.keep import Numbers, Scaling
+from echelon.prepare.optimizer import prepared_optimizer
+from echelon.step import Machine
+
+
+def prepare_scheduler(scheduler: Any, machine: Machine, mean: Callable[[float], float]) -> None:
+    """`step` advances only if the optimizer really stepped; a plateau's metric is averaged, so all ranks agree."""
+    machine.keepers.append(Numbers(scheduler))
+    inner = scheduler.step
+    plateau = isinstance(scheduler, ReduceLROnPlateau)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepared_optimizer(scheduler.optimizer)
+        if prepared is not None and not prepared.stepped:
+            return None
+        if plateau:
+            args = (mean(float(args[0] if args else kwargs.pop("metrics"))), *args[1:])
+        return inner(*args, **kwargs)
+
+    scheduler.step = step
+
+
+def prepare_scaler(scaler: Any, machine: Machine) -> None:
+    """A GradScaler works on global gradients, so all ranks find the same infinities and keep the same scale.
+
+    In mid-group, and after a lost step, unscale_, step and update do nothing.
+    """
+    machine.keepers.append(Scaling(scaler))
+    inner_step, inner_update, inner_unscale = scaler.step, scaler.update, scaler.unscale_
+
+    def unscale_(optimizer: Any) -> None:
+        if machine.share.last:
+            inner_unscale(optimizer)
+
+    def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepared_optimizer(optimizer)
+        if prepared is None:
+            return inner_step(optimizer, *args, **kwargs)
+        if not machine.share.last:
+            machine.seal(prepared)
+            return None
+        for sync in prepared.syncs:
+            sync.finish()
+            lost = sync.lost()
+            if isinstance(lost, Lost):
+                machine.lose(lost, prepared)
+                return None
+        prepared.stepped = False
+        result = inner_step(optimizer, *args, **kwargs)
+        if not prepared.stepped and not machine.iteration_lost:
+            machine.skipped(prepared)
+        return result
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        if machine.share.last and not machine.iteration_lost:
+            inner_update(*args, **kwargs)
+        else:
+            scaler._per_optimizer_states.clear()
+
+    scaler.step, scaler.update, scaler.unscale_ = step, update, unscale_

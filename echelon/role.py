@@ -1,0 +1,166 @@
+"""The main of every process of a run: `python -m echelon.role worker|coordinator`. It only wires.
+
+A worker is set up so that the script sees what plain python would show it (sys.argv, sys.path, __main__), and tells
+the run how the script ended: Left, or Failed with the script's own traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import faulthandler
+import importlib.machinery
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from typing import NoReturn
+
+from echelon import env
+from echelon.clock import Deadline
+from echelon.control import member
+from echelon.errors import EchelonError, UsageError
+from echelon.events import Left
+
+JOIN_S = 60.0
+LEAVE_S = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Never returns: the process ends with the script's code."""
+    faulthandler.enable()
+    ours, script = _split(sys.argv[1:] if argv is None else list(argv))
+    options = _parser().parse_args(ours)
+    token = env.take_token()
+    where = env.place()
+    if token is None or not where.supervised:
+        print(
+            "echelon.role is started by `echelon run`; to train, run `echelon run train.py`.", file=sys.stderr
+        )
+        sys.exit(2)
+    try:
+        if options.role == "coordinator":
+            coordinate(where, token, options.listen_fd)
+            sys.exit(0)
+        mine = member.Member.join(where, token, Deadline.after(JOIN_S))
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    member.set_current(mine)
+    atexit.register(
+        mine.close
+    )  # the first registered runs last: after all that the script leaves for its end
+    work(mine, script)
+
+
+def coordinate(where: env.Place, token: str, listen_fd: int) -> None:
+    """Serves the run on the socket that the supervisor opened, until SIGTERM."""
+    from echelon.elastic import coordinator
+
+    if where.run_dir is None:
+        raise UsageError("a coordinator needs ECHELON_RUN_DIR")
+    coordinator.serve(listen_fd, where.run_dir, token)
+
+
+def work(mine: member.Member, script: Sequence[str]) -> NoReturn:
+    """Runs the script to its end and says how it ended. atexit handlers run after that, as in plain python."""
+    try:
+        _run(list(script))
+    except BaseException as error:
+        from echelon import failure
+
+        code = failure.exit_code(error)
+        if code != 0:
+            _flush()
+            told = failure.describe(error, rank=mine.place.rank, host=mine.place.host, step=_step(mine))
+            mine.emit(told)
+            if not (isinstance(error, SystemExit) and isinstance(error.code, int)):
+                text = str(error.code) if isinstance(error, SystemExit) else told.traceback
+                print(text, file=sys.stderr, flush=True)
+            _leave(mine, code)
+            sys.exit(code)
+    if mine.report is not None:
+        mine.emit(mine.report())
+    mine.emit(Left(rank=mine.place.rank, step=_step(mine)))
+    _leave(mine, 0)
+    _flush()
+    sys.exit(0)
+
+
+def _run(script: list[str]) -> None:
+    """The script as `python script args` or `python -m module args` would run it."""
+    main_module = types.ModuleType("__main__")
+    main_module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main_module
+    if script[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["-m", *script[2:]]
+        runpy._run_module_as_main(script[1])  # type: ignore[attr-defined]
+        return
+    path = script[0]
+    sys.argv = script
+    if os.path.isdir(path) or not _is_source(path):
+        runpy.run_path(path, run_name="__main__")
+        return
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main_module).update(
+        __file__=path, __loader__=loader, __spec__=None, __package__=None, __cached__=None
+    )
+    with io.open_code(os.path.abspath(path)) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main_module))
+
+
+def _is_source(path: str) -> bool:
+    with open(path, "rb") as file:
+        start = file.read(4)
+    return not start.startswith(b"PK\x03\x04") and start != importlib.util.MAGIC_NUMBER
+
+
+def _leave(mine: member.Member, code: int) -> None:
+    """Gives up this rank's seat, so that nobody waits for it; the supervisor notices it too, if this fails."""
+    with contextlib.suppress(EchelonError):
+        mine.call("leave", Deadline.after(LEAVE_S), step=_step(mine), code=code)
+
+
+def _step(mine: member.Member) -> int:
+    try:
+        return mine.report().step if mine.report is not None else 0
+    except Exception:
+        return 0
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m echelon.role", description=__doc__.splitlines()[0])
+    roles = parser.add_subparsers(dest="role", required=True)
+    for name in ("worker", "coordinator"):
+        role = roles.add_parser(name)
+        role.add_argument("--rank", type=int, required=True)
+        role.add_argument("--run", required=True)
+    roles.choices["coordinator"].add_argument("--listen-fd", type=int, required=True)
+    return parser
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What is ours, and after the first `--` the script's command line."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    return argv[:cut], argv[cut + 1 :]
+
+
+if __name__ == "__main__":
+    from echelon.role import main as _main  # not from __main__, which becomes the script's
+
+    _main()

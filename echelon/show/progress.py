@@ -1,0 +1,214 @@
+"""The live line of a run on a terminal, plain lines elsewhere, and the one place that writes to the screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING
+
+from echelon.clock import Clock
+from echelon.events import EpochDone, Event, Facts, Said, StepLost, Warned
+from echelon.show.lines import Line
+from echelon.show.state import Progress, number, rate
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+REDRAW_S = 0.25
+PLAIN_EVERY_S = 10.0
+BAR_COLUMNS = 16
+PART_STYLES = {"data": "yellow", "forward": "green", "backward": "blue", "waiting": "red"}
+
+
+class Display:
+    """Shows a run to a person. Feed it events (`handle` is a Sink), lines of workers, and call `tick` often.
+
+    What the run says goes to `err`, what scripts print to `out` or `err` as they chose. `live` draws a moving line
+    (default: when `err` is a terminal); otherwise a plain line at the first step and every 10 s. Not thread-safe: one
+    thread calls it. close() takes the live line away and is safe to call again.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int = 1,
+        host: str = "",
+        out: IO[str] | None = None,
+        err: IO[str] | None = None,
+        live: bool | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.progress = Progress(num_workers)
+        self.broken = False
+        """True when nobody reads any more (`echelon run … | head`)."""
+        self._host, self._clock = host, clock
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._live_wanted = _is_terminal(self._err) if live is None else live
+        self._live: Live | None = None
+        self._next_draw = self._next_plain = 0.0
+        self._last_plain = ""
+        self._told: set[str] = set()
+        self._closed = False
+
+    @property
+    def styled(self) -> bool:
+        """Whether colours make sense on `err`."""
+        return _is_terminal(self._err)
+
+    def handle(self, event: Event) -> None:
+        """Takes one event; prints what deserves a line of its own."""
+        self.progress.take(event, self._clock())
+        if isinstance(event, Facts):
+            self.say(*(line for line in event.lines if self._new(line)))
+        elif isinstance(event, Warned) and self._new(event.message):
+            self._warn(event.message, event.rank)
+        elif isinstance(event, Said):
+            self._write(self._out, [event.text])
+        elif isinstance(event, StepLost) and self._new(f"lost {event.step} {event.reason}"):
+            again = f"{event.batches} batch{'es' * (event.batches != 1)} run again"
+            self.say(f"step {event.step} did not meet ({event.reason}): nothing was applied, {again}")
+        elif (
+            isinstance(event, EpochDone) and event.expected is not None and event.committed != event.expected
+        ):
+            text = f"epoch {event.epoch} committed {event.committed} of {event.expected} samples"
+            if self._new(text):
+                self._warn(text, event.rank)
+        self.tick()
+
+    def lines(self, lines: Sequence[Line]) -> None:
+        """Shows what workers printed."""
+        for stream, file in (("out", self._out), ("err", self._err)):
+            texts = [line.render(self._host) for line in lines if line.stream == stream]
+            if texts:
+                self._write(file, texts)
+
+    def say(self, *texts: str) -> None:
+        """Lines of the run itself."""
+        if texts:
+            self._write(self._err, list(texts))
+
+    def tick(self) -> None:
+        """Redraws, or prints the next plain line, if it is time."""
+        now = self._clock()
+        if self._closed or now < self._next_draw:
+            return
+        self._next_draw = now + REDRAW_S
+        if self._live_wanted:
+            self._draw()
+        elif self.progress.step > 0 and now >= self._next_plain:
+            self._next_plain = now + PLAIN_EVERY_S
+            text = plain_line(self.progress)
+            if text != self._last_plain:
+                self._last_plain = text
+                self.say(text)
+
+    def close(self) -> None:
+        """The live line goes; lines can still be written."""
+        self._closed = True
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self) -> None:
+        from rich.live import Live
+
+        if self.progress.step == 0 and not self.progress.phase:
+            return
+        if self._live is None:
+            self._live = Live(console=_console(self._err), auto_refresh=False, transient=True,
+                              redirect_stdout=False, redirect_stderr=False)  # fmt: skip
+            self._live.start()
+        self._live.update(live_lines(self.progress), refresh=True)
+
+    def _write(self, file: IO[str], texts: list[str]) -> None:
+        if self._live is not None and _is_terminal(file):
+            from rich.text import Text
+
+            self._live.console.print(Text.from_ansi("\n".join(texts)), soft_wrap=True, highlight=False)
+            return
+        try:
+            file.write("".join(f"{text}\n" for text in texts))
+            file.flush()
+        except (BrokenPipeError, ValueError):
+            self.broken = True
+
+    def _warn(self, message: str, rank: int | None) -> None:
+        first, *rest = message.splitlines()
+        who = f" (worker {rank})" if rank is not None and self.progress.num_workers > 1 else ""
+        mark, end = ("\x1b[1;33m", "\x1b[0m") if _is_terminal(self._err) else ("", "")
+        self.say(f"{mark}warning{who}:{end} {first}", *(f"  {line}" for line in rest))
+
+    def _new(self, text: str) -> bool:
+        fresh = text not in self._told
+        self._told.add(text)
+        return fresh
+
+
+def plain_line(progress: Progress) -> str:
+    """`step 120 · epoch 1 · loss 0.43 · 975 samples/s · data 3% forward 31% …`"""
+    shares = progress.recent_split.shares()
+    split = " ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return " · ".join(filter(None, [*_counters(progress), *_metrics(progress), split]))
+
+
+def live_lines(progress: Progress) -> RenderableType:
+    """Two lines that are cut, never wrapped, at the terminal's width: counters, and where the time goes."""
+    from rich.console import Group
+    from rich.text import Text
+
+    top = Text(" · ".join([*_counters(progress), *_metrics(progress)]), no_wrap=True, overflow="ellipsis")
+    top.stylize("bold", 0, len(_counters(progress)[0]))
+    below = Text(no_wrap=True, overflow="ellipsis")
+    shares = progress.recent_split.shares()
+    for name, columns in bar(list(shares.values()), BAR_COLUMNS, list(shares)):
+        below.append("━" * columns, PART_STYLES.get(name, "dim"))
+    for name, share in shares.items():
+        below.append(f"  {name} ", PART_STYLES[name])
+        below.append(f"{share:.0%}")
+    return Group(top, below) if shares else Group(top)
+
+
+def bar(shares: Sequence[float], columns: int, names: Sequence[str]) -> list[tuple[str, int]]:
+    """Whole columns for each share, rounded so that they never exceed `columns`; the rest is named ""."""
+    cells, used, total = [], 0, 0.0
+    for name, share in zip(names, shares, strict=True):
+        total += share
+        upto = min(columns, round(total * columns))
+        cells.append((name, upto - used))
+        used = upto
+    return [*cells, ("", columns - used)] if shares else []
+
+
+def _counters(progress: Progress) -> list[str]:
+    of = f"/{progress.num_steps}" if progress.num_steps else ""
+    items = [f"step {progress.step}{of}", f"epoch {progress.epoch}"]
+    if progress.phase:
+        items.append(f"phase {progress.phase}")
+    if progress.samples_per_s:
+        items.append(f"{rate(progress.samples_per_s)} samples/s")
+    return items
+
+
+def _metrics(progress: Progress) -> list[str]:
+    names = sorted(progress.metrics, key=lambda name: name != "loss")
+    return [f"{name} {number(progress.metrics[name])}" for name in names]
+
+
+def _is_terminal(file: IO[str]) -> bool:
+    try:
+        return file.isatty() and os.isatty(file.fileno())
+    except (ValueError, OSError):
+        return False
+
+
+def _console(file: IO[str]) -> RichConsole:
+    from rich.console import Console
+
+    return Console(file=file, highlight=False, soft_wrap=False)
+
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole

@@ -1,0 +1,150 @@
+"""What `echelon runs`, `status` and `logs` say, read from run folders alone: it works after a crash as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import UsageError
+from echelon.launch import rundir
+from echelon.launch.rundir import RunDir
+from echelon.launch.start import state_of
+from echelon.show.state import duration, number
+
+FOLLOW_S = 0.2
+EVENTS_TAIL_BYTES = 4 << 20
+
+
+def runs_table() -> list[str]:
+    """A line for each run."""
+    rows = [["NAME", "STATE", "STARTED", "TIME", "WORKERS", "STEPS"]]
+    for folder in rundir.every():
+        record = folder.read()
+        state, started = state_of(folder), float(record.get("started", 0.0))
+        until = record.get("ended") or (time.time() if state == "running" else None)
+        rows.append([
+            folder.path.name, state, time.strftime("%Y-%m-%d %H:%M", time.localtime(started)),
+            duration(until - started) if until else "-", str(record.get("num_workers", "-")),
+            str(record.get("steps", "-")),
+        ])  # fmt: skip
+    if len(rows) == 1:
+        return ["no runs yet: start one with `echelon run train.py`"]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def status(folder: RunDir) -> dict[str, Any]:
+    """Everything known of a run, as values for JSON."""
+    record = folder.read()
+    steps: dict[int, dict[str, Any]] = {}
+    metrics: dict[str, float] = dict(record.get("metrics") or {})
+    failures = []
+    for event in _events(folder.events):
+        if event.get("event") == "Beat" and event.get("rank") is not None:
+            steps[event["rank"]] = event
+        elif event.get("event") == "Left":
+            steps.setdefault(event["rank"], {})["step"] = event["step"]
+        elif event.get("event") == "Metric" and "ended" not in record:
+            metrics |= event["values"]
+        elif event.get("event") == "Failed":
+            failures.append(
+                {key: event[key] for key in ("rank", "host", "step", "code", "error", "consequence")}
+            )
+    processes = []
+    for process in folder.load_processes():
+        beat = steps.get(process.rank, {}) if process.role == "worker" else {}
+        processes.append({
+            "role": process.role, "rank": process.rank, "host": process.host, "pid": process.pid,
+            "alive": process.alive, "code": process.code, "step": beat.get("step"), "doing": beat.get("doing") or "",
+            "peak_rss_bytes": beat.get("peak_rss_bytes", 0),
+        })  # fmt: skip
+    known = (
+        "name",
+        "script",
+        "module",
+        "args",
+        "num_workers",
+        "num_threads",
+        "set_by_user",
+        "started",
+        "ended",
+        "code",
+    )
+    return {key: record[key] for key in known if key in record} | {
+        "state": state_of(folder), "run_dir": str(folder.path), "metrics": metrics, "processes": processes,
+        "failures": failures,
+    }  # fmt: skip
+
+
+def status_lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    args = " ".join(report.get("args", []))
+    lines = [
+        f"run {report['name']}: {report['state']}",
+        f"  script {'-m ' if report.get('module') else ''}{report['script']} {args}".rstrip(),
+        f"  folder {report['run_dir']}",
+    ]
+    if report["metrics"]:
+        lines.append(
+            "  last " + ", ".join(f"{name} {number(value)}" for name, value in report["metrics"].items())
+        )
+    for process in report["processes"]:
+        name = f"{process['role']} {process['rank']}"
+        state = (
+            "alive"
+            if process["alive"]
+            else f"exit code {process['code']}"
+            if process["code"] is not None
+            else "gone"
+        )
+        step = f", step {process['step']}" if process["step"] is not None else ""
+        doing = f", {process['doing']}" if process["doing"] and process["alive"] else ""
+        lines.append(f"  {name:<14} pid {process['pid']:<8} {state}{step}{doing}")
+    lines += [f"  worker {f['rank']} failed at step {f['step']}: {f['error']}"
+              for f in report["failures"] if not f["consequence"]]  # fmt: skip
+    return lines
+
+
+def log(folder: RunDir, role: str, rank: int, *, follow: bool) -> Iterator[bytes]:
+    """The bytes of a log; with `follow` until the run is over. UsageError that names the logs there are."""
+    path = folder.log(role, rank)
+    if not path.exists():
+        there = ", ".join(sorted(p.stem for p in folder.logs.glob("*.log"))) or "none"
+        raise UsageError(f"run {folder.name} has no log of {role} {rank}", remedy=f"There are: {there}.")
+    return _pieces(folder, path, follow)
+
+
+def _pieces(folder: RunDir, path: Path, follow: bool) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while True:
+            over = not follow or state_of(folder) != "running"
+            while piece := file.read(1 << 16):
+                yield piece
+            if over:
+                return
+            time.sleep(FOLLOW_S)  # a pace for polling a file, nobody is waited for
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """The last events of a run; a line that is torn or not ours is skipped."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - EVENTS_TAIL_BYTES)
+            file.seek(start)
+            if start:
+                file.readline()
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(record, dict):
+                    yield record
+    except OSError:
+        return

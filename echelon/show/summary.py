@@ -1,0 +1,70 @@
+"""What stays on the screen when a run is over: steps, speed, where the time went, and where to look further. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from echelon.show.state import PARTS, Progress, duration, number, rate, split_of
+
+MAX_RANKS = 8
+
+
+def summary(
+    progress: Progress, *, name: str, run_dir: Path, wall_s: float, memory: Mapping[int, int]
+) -> list[str]:
+    """The lines of the end of run `name`; `memory` is each worker's peak in bytes."""
+    lines = [f"run {name} finished in {duration(wall_s)}{_work(progress)}"]
+    if progress.metrics:
+        names = sorted(progress.metrics, key=lambda key: key != "loss")
+        lines.append("  last " + ", ".join(f"{key} {number(progress.metrics[key])}" for key in names))
+    if progress.step:
+        lines += [f"  {line}" for line in table(progress, memory)]
+    lines.append(f"  folder {_short(run_dir)}, logs: echelon logs {name} --rank 0")
+    return lines
+
+
+def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
+    """A row for each worker, at most 80 columns wide."""
+    head = ["worker", "steps", "samples", *PARTS, "memory"]
+    rows = [head]
+    ranks = sorted({*progress.beats, *progress.left})
+    for rank in ranks[:MAX_RANKS]:
+        beat = progress.beats.get(rank)
+        shares = split_of(beat).shares() if beat is not None else {}
+        steps = max(progress.left.get(rank, 0), beat.step if beat is not None else 0)
+        peak = memory.get(rank) or (beat.peak_rss_bytes if beat is not None else 0)
+        rows.append([
+            str(rank), f"{steps:,}", f"{beat.samples:,}" if beat is not None else "-",
+            *(f"{shares[part]:.0%}" if shares else "-" for part in PARTS), _memory(peak),
+        ])  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if len(ranks) > MAX_RANKS:
+        lines.append(f"… and {len(ranks) - MAX_RANKS} more workers: echelon status shows them")
+    return lines
+
+
+def _work(progress: Progress) -> str:
+    if not progress.step:
+        return ""
+    text = f": {progress.step:,} steps"
+    if progress.samples:
+        text += f", {progress.samples:,} samples"
+        busy = max((beat.total_s for beat in progress.beats.values()), default=0.0)
+        if busy > 0:
+            text += f", {rate(progress.samples / busy)} samples/s"
+    return text
+
+
+def _memory(count: int) -> str:
+    if not count:
+        return "-"
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

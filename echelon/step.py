@@ -1,0 +1,331 @@
+"""The one state machine of a training step, in the order in which it happens.
+
+    a loader yields  -> begin:  the last step is over for good; remember what a replay would need; set the share
+    forward          -> (norms gather their moments)
+    backward         -> gradients meet (parallel/), `.grad` is global
+    optimizer.step   -> step:   in mid-group: seal. Else meet, commit, apply — or lose: put back, rewind, go on
+    scheduler.step   -> only if its optimizer really stepped
+
+A step is a transaction: applied everywhere or nowhere. The unit of replay is everything since the last commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echelon import faults
+from echelon.comm.group import Lost, Met, Outcome, merge
+from echelon.data.loader import Part
+from echelon.errors import LoopError, PeerLost, UsageError
+from echelon.events import Sink, StepLost
+from echelon.parallel.clip import clip_norm
+from echelon.parallel.gradsync import GradSync, Share
+from echelon.prepare.keep import Keeper
+from echelon.strategy import Strategy
+
+
+class Rewindable(Protocol):
+    """A loader, as the machine sees it."""
+
+    part: Part | None
+    rank_samples: int
+
+    def mark(self) -> None:
+        """All that was yielded so far is committed."""
+        ...
+
+    def rewind(self) -> int:
+        """Yields again what was not; returns how many parts that is."""
+        ...
+
+
+class Stepping(Protocol):
+    """An optimizer, as the machine sees it."""
+
+    index: int
+    stepped: bool
+    """Its last step() was really applied."""
+    syncs: list[GradSync]
+    optimizer: torch.optim.Optimizer
+
+    def params(self) -> list[Tensor]: ...
+    def inner_step(self, closure: Callable[[], Any] | None = None) -> Any: ...
+    def keep_pre_image(self) -> None: ...
+    def put_back(self) -> None: ...
+    def drop_pre_image(self) -> None: ...
+
+
+class _LostInClosure(Exception):
+    pass
+
+
+@dataclass
+class Times:
+    """Where the time of this rank went, in seconds since the first batch."""
+
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    began: float = 0.0
+    """When the first batch was asked for; 0 before that."""
+
+
+@dataclass
+class Counters:
+    global_step: int = 0
+    samples: int = 0
+    """Samples this rank was given (stand-ins are none)."""
+    epoch: int = 0
+    lost_steps: int = 0
+    times: Times = field(default_factory=Times)
+
+
+class Machine:
+    """See the module. One a run; everything that scripts hold reports here."""
+
+    def __init__(self, strategy: Strategy, rank: int, size: int, emit: Sink) -> None:
+        self.strategy, self.rank, self.size, self.emit = strategy, rank, size, emit
+        self.counters = Counters()
+        self.syncs: list[GradSync] = []
+        self.optimizers: list[Stepping] = []
+        self.loaders: list[Rewindable] = []
+        self.keepers: list[Keeper] = []
+        self.after_apply: list[Callable[[Stepping], None]] = []
+        self.before_apply: list[Callable[[Stepping], None]] = []
+        self.at_first_begin: list[Callable[[Part], None]] = []
+        self.alone = Share(weight=1.0 / size)
+        self.share = self.alone
+        self.current: Rewindable | None = None
+        self.open_loaders: list[Rewindable] = []
+        self.last_loop = 0
+        """Samples this rank had in the loop that ended last."""
+        self.side_losses: list[Outcome] = []
+        self.in_iteration: set[int] = set()
+        """Optimizers that were applied since the last batch was yielded."""
+        self.committed = True
+        """Something was applied since the last snapshot (true at first: the start is a commit)."""
+        self.iteration_lost = False
+        self.may_go_on: Callable[[Lost], bool] = lambda lost: False
+        """The failure policy: whether a replay in this group makes sense after this loss."""
+
+    # -- begin ---------------------------------------------------------------------------------------------------
+
+    def begin(self, loader: Rewindable, part: Part) -> None:
+        """A loader is about to yield `part`."""
+        if self.committed:
+            self._snapshot()
+        self.iteration_lost = False
+        self.in_iteration.clear()
+        if loader in self.open_loaders:
+            self.open_loaders.remove(loader)
+        self.open_loaders.append(loader)
+        self.current = loader
+        self.counters.samples += part.count
+        self.counters.epoch = part.micro.epoch
+        self.set_share(self.share_of(part))
+        if self.at_first_begin:
+            waiting, self.at_first_begin = self.at_first_begin, []
+            for fn in waiting:
+                fn(part)
+
+    def share_of(self, part: Part) -> Share:
+        weight = 1.0 if self.strategy.loss == "sum" else part.count / part.micro.total
+        return Share(weight=weight, counts=part.count > 0, last=part.micro.last)
+
+    def set_share(self, share: Share) -> None:
+        self.share = share
+        for sync in self.syncs:
+            sync.begin(share)
+
+    def end_loop(self, loader: Rewindable) -> None:
+        """A loader's loop is over: what is around it (an outer loop, or nothing) is current again."""
+        self.last_loop = loader.rank_samples
+        if loader in self.open_loaders:
+            self.open_loaders.remove(loader)
+        if self.committed:
+            for other in self.loaders:
+                other.mark()
+        self.current = self.open_loaders[-1] if self.open_loaders else None
+        part = self.current.part if self.current else None
+        self.set_share(self.share_of(part) if part else self.alone)
+
+    def _snapshot(self) -> None:
+        """The last commit is final: forget how to undo it, remember how to undo what comes."""
+        for loader in self.loaders:
+            loader.mark()
+        for sync in self.syncs:
+            sync.refresh()
+        for optimizer in self.optimizers:
+            optimizer.drop_pre_image()
+        for keeper in self.keepers:
+            keeper.keep()
+        self.committed = False
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Stepping, closure: Callable[[], Any] | None = None) -> Any:
+        """The script's optimizer.step().
+
+        1. mid-group: what it holds is sealed, nothing else happens
+        2. meet: finish what backward left open; ask every model's meeting how it went
+        3. apply: the optimizer, only if all met; otherwise everything since the last commit is undone and replayed
+        """
+        if closure is not None:
+            return self._step_closure(optimizer, closure)
+        # mid-group
+        if not self.share.last:
+            self.seal(optimizer)
+            return None
+        # meet
+        outcome = self.meet(optimizer)
+        if isinstance(outcome, Lost):
+            self.lose(outcome, optimizer)
+            return None
+        # apply
+        return self._apply(optimizer, None)
+
+    def seal(self, optimizer: Stepping) -> None:
+        """The script stepped in mid-group: its gradients so far stay, whatever zero_grad does."""
+        optimizer.stepped = False
+        params = optimizer.params()
+        for sync in optimizer.syncs:
+            sync.seal(params)
+
+    def meet(self, optimizer: Stepping) -> Outcome:
+        for sync in optimizer.syncs:
+            sync.finish()
+        step = self.next_step(optimizer)
+        outcome = merge([*(sync.commit(step) for sync in optimizer.syncs), *self.side_losses])
+        self.side_losses = []
+        if isinstance(outcome, Met) and faults.due(step, optimizer.index):
+            return Lost((), faults.ON_PURPOSE)
+        return outcome
+
+    def next_step(self, optimizer: Stepping) -> int:
+        """What global_step would be once `optimizer` has stepped: several in one iteration make one step."""
+        fresh = not self.in_iteration or optimizer.index in self.in_iteration
+        return self.counters.global_step + (1 if fresh else 0)
+
+    def _apply(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
+        for check in self.before_apply:
+            check(optimizer)
+        if self.strategy.clip_norm:
+            clip_norm(optimizer.params(), self.strategy.clip_norm)
+        if len(self.optimizers) > 1:
+            optimizer.keep_pre_image()
+        result = optimizer.inner_step(closure)
+        self._count(optimizer)
+        for update in self.after_apply:
+            update(optimizer)
+        return result
+
+    def _count(self, optimizer: Stepping) -> None:
+        self.counters.global_step = self.next_step(optimizer)
+        if optimizer.index in self.in_iteration:
+            self.in_iteration.clear()
+        self.in_iteration.add(optimizer.index)
+        optimizer.stepped = True
+        self.committed = True
+
+    def skipped(self, optimizer: Stepping) -> None:
+        """A scaler refused the step (inf): the batch is used up and nothing was applied, as in one process."""
+        for sync in optimizer.syncs:
+            sync.commit(self.next_step(optimizer))
+        optimizer.stepped = False
+        self.committed = True
+
+    # -- lose ----------------------------------------------------------------------------------------------------
+
+    def lose(self, lost: Lost, optimizer: Stepping) -> None:
+        """Nothing is applied: put everything back to the last commit and yield its batches again."""
+        step = self.next_step(optimizer)
+        optimizer.stepped = False
+        if not self.may_go_on(lost):
+            raise PeerLost(
+                f"step {step} did not meet: {_who(lost)}{lost.reason}",
+                rank=self.rank,
+                step=step,
+                peers=lost.peers,
+            )
+        for sync in self.syncs:
+            sync.forget()
+        for other in self.optimizers:
+            other.put_back()
+        self.counters.global_step = step - 1
+        for keeper in self.keepers:
+            keeper.put_back()
+        batches = sum(loader.rewind() for loader in self.loaders)
+        self.counters.lost_steps += 1
+        self.iteration_lost = True
+        self.committed = False
+        self.in_iteration.clear()
+        self.emit(StepLost(rank=self.rank, step=step, batches=batches, reason=lost.reason, peers=list(lost.peers)))
+
+    # -- closures ------------------------------------------------------------------------------------------------
+
+    def _step_closure(self, optimizer: Stepping, closure: Callable[[], Any]) -> Any:
+        """optimizer.step(closure): every evaluation meets, and all ranks see the global loss (LBFGS decides by it)."""
+        if not self.share.last:
+            with torch.enable_grad():
+                loss = closure()
+            self.seal(optimizer)
+            return loss
+        if isinstance(optimizer.optimizer, torch.optim.LBFGS) and self.strategy.accumulate * self.strategy.microbatches > 1:
+            raise UsageError(
+                "LBFGS evaluates its closure several times a step, and accumulate/microbatches give it only the last part",
+                remedy="Use accumulate=1 and microbatches=1 with LBFGS.",
+            )
+        evaluations = 0
+
+        def evaluate() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            loss = closure()
+            outcome = self.meet(optimizer)
+            if isinstance(outcome, Lost):
+                raise _LostInClosure(outcome)
+            return self.global_loss(loss)
+
+        optimizer.keep_pre_image()
+        try:
+            result = optimizer.inner_step(evaluate)
+        except _LostInClosure as lost:
+            self.lose(lost.args[0], optimizer)
+            return None
+        if not evaluations:
+            raise LoopError("the optimizer did not call its closure")
+        self._count(optimizer)
+        for update in self.after_apply:
+            update(optimizer)
+        return result
+
+    def global_loss(self, loss: Any) -> Any:
+        """A closure's loss over the global batch; replaced by the run, which has the group."""
+        return loss
+
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    def activity(self) -> int:
+        """Changes whenever a gradient arrives."""
+        return sum(sync.activity for sync in self.syncs)
+
+    def wait_s(self) -> float:
+        return sum(sync.wait_s for sync in self.syncs)
+
+    def timed_data(self, began: float) -> None:
+        now = time.perf_counter()
+        times = self.counters.times
+        times.began = times.began or began
+        times.data_s += now - began
+
+
+def _who(lost: Lost) -> str:
+    return f"worker {', '.join(map(str, lost.peers))} is gone: " if lost.peers else ""
+
+

@@ -1,0 +1,280 @@
+"""Every knob of a run, as one frozen record with three spellings: a string, TOML, Python.
+
+`allreduce,accumulate=4` == {"accumulate": 4} == Strategy(accumulate=4). Precedence, highest first: --set, --strategy,
+--config, init(...), default: see `merge`. Nothing here starts anything, so a mistake costs nobody a launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from echelon.errors import StrategyError
+
+FORMS = ("allreduce", "ps", "sharded", "auto")
+AXES = ("data", "tensor", "pipeline")
+BUILT_FORMS = ("allreduce",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How a run trains. Fields that cost accuracy are never on unless asked for."""
+
+    form: Literal["allreduce", "ps", "sharded", "auto"] = "allreduce"
+    """How gradients meet: summed among the workers, on parameter servers, sharded, or chosen by measurement."""
+
+    data: int = 0
+    """Replicas of the model; 0 means whatever the other axes leave over."""
+
+    tensor: int = 1
+    """Workers that share each layer."""
+
+    pipeline: str = "1"
+    """Stages the model is cut into; `3+1` gives three workers to stage 0 and one to stage 1."""
+
+    batch: Literal["global", "per-worker"] = "global"
+    """Whether the loader's batch is cut over the workers (same answer at any size) or taken whole by each."""
+
+    loss: Literal["mean", "sum"] = "mean"
+    """What the script's loss is over its samples; a sum needs no weight when parts meet."""
+
+    accumulate: int = 1
+    """Loader batches in one optimizer step."""
+
+    microbatches: int = 1
+    """Pieces each batch is cut into to save memory; changes no number."""
+
+    seed: int = 0
+    """From which weights, data order and sample randomness follow."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What forward computes in (autocast); parameters and sums stay in their own type."""
+
+    sync_batchnorm: bool = True
+    """BatchNorm over the global batch; false makes it local and changes the answer."""
+
+    ema: float = 0.0
+    """Decay of an exponential average of the weights, 0 for none; evaluate and save use it."""
+
+    clip_norm: float = 0.0
+    """Gradients are clipped to this global norm before every step, 0 for never."""
+
+    warmup_steps: int = 0
+    """With batch=per-worker: steps over which the learning rate grows to workers × its value."""
+
+    scale_lr: bool = True
+    """With batch=per-worker: multiply the learning rate by the number of workers."""
+
+    strict: bool = False
+    """Stop with full names when a parameter gets no gradient, instead of leaving it alone."""
+
+    bucket_mib: float = 25.0
+    """Gradients leave when this many MiB are ready: smaller hides more, larger costs less a message."""
+
+    first_bucket_mib: float = 1.0
+    """The first message is small, so that communication starts early in the backward pass."""
+
+    tensorboard: bool = False
+    """Write TensorBoard files into the run folder."""
+
+    compress: Literal["none", "fp16", "bf16", "int8", "1bit", "topk", "powersgd"] = "none"
+    """Lossy coding of gradients for slow links."""
+
+    backend: Literal["auto", "gloo", "nccl", "native", "threads"] = "auto"
+    """What carries collectives; auto takes NCCL for one GPU a worker, gloo otherwise, nothing for one worker."""
+
+    update: Literal["sync", "bounded", "async", "local"] = "sync"
+    """How updates meet on a parameter server."""
+
+    staleness: int = 0
+    """With update=bounded: how many versions behind a worker may compute."""
+
+    backup: int = 0
+    """With ps: workers whose late parts of a step are not waited for."""
+
+    local_steps: int = 1
+    """With update=local: steps between two meetings."""
+
+    apply: Literal["worker", "server"] = "worker"
+    """Who runs the optimizer under ps."""
+
+    replicas: int = 0
+    """Copies of each server's state."""
+
+    level: int = 3
+    """What sharded splits: 1 optimizer state, 2 and gradients, 3 and parameters."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    """The order of forward and backward in a pipeline."""
+
+    slices: int = 0
+    """Fixed cuts of each batch whose sums are taken in order, for the same bits at any world size."""
+
+    parts: Literal["static", "dynamic"] = "static"
+    """Equal parts for every worker, or parts by measured speed."""
+
+    spares: int = 0
+    """Workers kept ready to replace a dead one."""
+
+    checkpoint_every: int = 0
+    """Steps between checkpoints, 0 for none."""
+
+    keep: int = 2
+    """Complete checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name))
+        for name in ("accumulate", "microbatches", "local_steps", "tensor", "keep"):
+            _need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        _need(0.0 <= self.ema < 1.0, f"ema={self.ema} must lie in [0, 1)", "0.999 averages over about 1000 steps.")
+        _need(self.clip_norm >= 0, f"clip_norm={self.clip_norm} must not be negative")
+        _need(self.bucket_mib > 0 and self.first_bucket_mib > 0, "a bucket must hold something")
+        _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
+        _need(self.warmup_steps == 0 or self.batch == "per-worker",
+              "warmup_steps goes with batch=per-worker", "With batch=global the learning rate is not scaled.")  # fmt: skip
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their default: what a person set."""
+        return {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
+
+    def __str__(self) -> str:
+        rest = [f"{k}={_spell(v)}" for k, v in self.changed().items() if k != "form"]
+        return ",".join([self.form, *rest])
+
+
+NAMES = tuple(f.name for f in dataclasses.fields(Strategy) if f.name != "form")
+_HINTS = get_type_hints(Strategy)
+
+
+def parse(text: str) -> dict[str, Any]:
+    """`ps,update=async` -> {"form": "ps", "update": "async"}; raises StrategyError with the nearest name."""
+    fields: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, eq, value = (s.strip() for s in item.partition("="))
+        if not eq:
+            if key not in FORMS:
+                raise _unknown(key, (*FORMS, *NAMES), "strategy")
+            key, value = "form", key
+        if key in fields:
+            what = f"two forms, {fields[key]} and {value}" if key == "form" else f"{key} twice"
+            raise StrategyError(f"strategy {text!r} names {what}", remedy="Name each once.")
+        fields[key] = read_field(key, value)
+    return fields
+
+
+def parse_set(items: Iterable[str]) -> dict[str, Any]:
+    """["accumulate=4", "seed=1"] -> fields, as `--set` gives them."""
+    fields: dict[str, Any] = {}
+    for item in items:
+        key, eq, value = (s.strip() for s in item.partition("="))
+        if not eq:
+            raise StrategyError(f"--set {item!r} has no value", remedy="Write --set KEY=VALUE.")
+        if key in fields:
+            raise StrategyError(f"--set {key} is given twice", remedy="Name each once.")
+        fields[key] = read_field(key, value)
+    return fields
+
+
+def read_field(key: str, value: Any) -> Any:
+    """The value of one field from text or TOML, checked; `form` is allowed here."""
+    if key != "form" and key not in NAMES:
+        raise _unknown(key, NAMES, "field")
+    hint = _HINTS[key]
+    if isinstance(value, str) and hint is not str:
+        value = _from_text(key, value, hint)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if hint is str:
+        value = str(value)
+    _check_type(key, value)
+    return value
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Fields from a TOML file: `strategy = "ps,..."` and any field at the top level."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise StrategyError(f"--config {path} does not exist") from None
+    except tomllib.TOMLDecodeError as error:
+        raise StrategyError(f"--config {path} is not TOML: {error}") from None
+    fields = parse(str(table.pop("strategy", "")))
+    return fields | {key: read_field(key, value) for key, value in table.items()}
+
+
+def merge(*layers: Mapping[str, Any]) -> Strategy:
+    """One Strategy from layers of fields, the first given winning: set, strategy, config, init."""
+    fields: dict[str, Any] = {}
+    for layer in reversed(layers):
+        fields |= layer
+    return Strategy(**{k: read_field(k, v) for k, v in fields.items()})
+
+
+def require_built(strategy: Strategy) -> None:
+    """Raises StrategyError for what this version does not have yet, before anything starts."""
+    missing: list[str] = []
+    if strategy.form not in BUILT_FORMS:
+        missing.append(f"the form `{strategy.form}`")
+    if strategy.tensor != 1 or strategy.pipeline != "1":
+        missing.append("the axes tensor and pipeline")
+    later = ("compress", "update", "staleness", "backup", "local_steps", "apply", "replicas", "slices", "parts",
+             "spares", "checkpoint_every")  # fmt: skip
+    missing += [f"`{name}`" for name in later if name in strategy.changed()]
+    missing += [f"backend={strategy.backend}"] if strategy.backend in ("native", "threads") else []
+    if missing:
+        raise StrategyError(
+            f"this version of Echelon does not have {' nor '.join(missing)} yet",
+            remedy="What works today: allreduce with any number of workers on one machine (README, table of strategies).",
+        )
+
+
+def _from_text(key: str, text: str, hint: Any) -> Any:
+    if hint is bool:
+        known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+        if text.lower() in known:
+            return known[text.lower()]
+        raise StrategyError(f"{key}={text} is neither true nor false")
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError:
+            kind = "a whole number" if hint is int else "a number"
+            raise StrategyError(f"{key}={text} is not {kind}") from None
+    return text
+
+
+def _check_type(key: str, value: Any) -> None:
+    hint = _HINTS[key] if "_HINTS" in globals() else get_type_hints(Strategy)[key]
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+            hinted = f"Did you mean {near[0]}? " if near else ""
+            raise StrategyError(f"{key}={value} is not known", remedy=f"{hinted}Choose from {', '.join(choices)}.")
+    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return
+    elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise StrategyError(f"{key}={value!r} must be {hint.__name__}")
+
+
+def _unknown(key: str, known: Iterable[str], what: str) -> StrategyError:
+    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.4)
+    remedy = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+    return StrategyError(f"unknown {what} {key!r}", remedy=remedy)
+
+
+def _need(ok: bool, message: str, remedy: str = "") -> None:
+    if not ok:
+        raise StrategyError(message, remedy=remedy)
+
+
+def _spell(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,189 @@
+"""What every test of real runs shares: start the command line, and see that nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Result:
+    """A run that is over."""
+
+    code: int
+    out: str
+    err: str
+    run_dir: Path
+    seconds: float
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "run.json").read_text()))
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+
+    def log(self, rank: int) -> str:
+        return (self.run_dir / "logs" / f"worker-{rank}.log").read_text()
+
+
+class Running:
+    """A run under way. `wait()` gives its Result."""
+
+    def __init__(self, folder: Path, command: list[str], env: dict[str, str], **popen: Any) -> None:
+        self.run_dir, self.started = folder / "runs" / "latest", time.monotonic()
+        self._out, self._err = folder / f"out-{os.urandom(4).hex()}", folder / f"err-{os.urandom(4).hex()}"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **popen
+            )
+
+    def wait(self, timeout_s: float = 60.0) -> Result:
+        code = self.process.wait(timeout_s)
+        seconds = time.monotonic() - self.started
+        return Result(code, self._out.read_text("utf-8", "replace"), self._err.read_text("utf-8", "replace"),
+                      self.run_dir.resolve(), seconds)  # fmt: skip
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+        """Polls until `condition()` is true, and gives it; fails with what the run said at the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            time.sleep(0.02)
+        raise AssertionError(f"not within {timeout_s} s; stderr:\n{self._err.read_text('utf-8', 'replace')}")
+
+    def shows(self, text: str) -> bool:
+        return text in self._out.read_text("utf-8", "replace") + self._err.read_text("utf-8", "replace")
+
+    def pid(self, role: str, rank: int = 0) -> int | None:
+        """The process of a role, None while it is not there."""
+        try:
+            processes = json.loads((self.run_dir / "processes.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        alive = [p for p in processes if (p["role"], p["rank"]) == (role, rank) and p["code"] is None]
+        return int(alive[0]["pid"]) if alive else None
+
+    def kill(self, role: str, rank: int = 0, number: int = signal.SIGKILL) -> None:
+        os.kill(self.until(lambda: self.pid(role, rank)), number)
+
+
+@pytest.fixture
+def start_run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """start_run(script, *args, workers=2, options=(), env={}) -> Running. Whatever still runs at the end is ended."""
+    started: list[Running] = []
+
+    def start(script: str, *args: str, workers: int = 2, options: tuple[str, ...] = (), env: dict[str, str] | None = None,
+              **popen: Any) -> Running:  # fmt: skip
+        (tmp_path / "train.py").write_text(textwrap.dedent(script))
+        command = [
+            sys.executable,
+            "-m",
+            "echelon",
+            "run",
+            "--workers",
+            str(workers),
+            *options,
+            "train.py",
+            *args,
+        ]
+        started.append(Running(tmp_path, command, environment(tmp_path) | (env or {}), **popen))
+        return started[-1]
+
+    yield start
+    for running in started:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.wait()
+    for pid in processes_of(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def echelon_run(start_run: Callable[..., Running], tmp_path: Path) -> Callable[..., Result]:
+    """echelon_run(script, *args, workers=2, …) -> Result; checks that nothing was left."""
+
+    def run(script: str, *args: str, timeout_s: float = 60.0, **options: Any) -> Result:
+        before = segments()
+        result = start_run(script, *args, **options).wait(timeout_s)
+        assert leftovers(tmp_path, before) == []
+        return result
+
+    return run
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """A user's environment in which the package can be imported, with a mark to find the run's processes by."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ECHELON_", "OMP_"))}
+    path = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")]))
+    return clean | {"PYTHONPATH": path, "ECHELON_RUNS": str(folder / "runs"), "COLUMNS": "80"}
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem."))}
+
+
+def processes_of(marker: str) -> list[int]:
+    """Processes that were started with `marker` in ECHELON_RUNS: everything below a run has it, daemons too."""
+    wanted = f"ECHELON_RUNS={marker}/runs".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+def listening_ports() -> set[int]:
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A"}
+
+
+def leftovers(folder: Path, segments_before: set[str]) -> list[str]:
+    """What is still there of the runs of this folder: processes, their listening ports, shared memory."""
+    left = [f"process {pid}: {_command(pid)}" for pid in processes_of(str(folder))]
+    ports = listening_ports()
+    for file in folder.glob("runs/*/run.json"):
+        address = str(json.loads(file.read_text()).get("coordinator", ""))
+        if address and int(address.rpartition(":")[2]) in ports:
+            left.append(f"port {address}")
+        if (file.parent / "token").exists():
+            left.append(f"token file of {file.parent.name}")
+    for name in segments() - segments_before:
+        if not name.startswith("torch_") or not Path(f"/proc/{name.split('_')[1]}").exists():
+            left.append(f"/dev/shm/{name}")
+    return left
+
+
+def wait_for_nothing(folder: Path, before: set[str], timeout_s: float) -> float:
+    """Seconds until nothing was left; fails at the timeout."""
+    start = time.monotonic()
+    while left := leftovers(folder, before):
+        assert time.monotonic() - start < timeout_s, f"still there after {timeout_s} s: {left}"
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    except OSError:
+        return "?"
