@@ -42,7 +42,9 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     return World(place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make())
 
 
-def grad_sync(strategy: Strategy, params: Sequence[tuple[str, nn.Parameter, bool]], group: Group) -> AllReduceSync:
+def grad_sync(
+    strategy: Strategy, params: Sequence[tuple[str, nn.Parameter, bool]], group: Group
+) -> AllReduceSync:
     """How this strategy lets the gradients of one model meet."""
     return AllReduceSync(
         params,

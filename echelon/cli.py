@@ -14,7 +14,13 @@ LATER = {"servers": "parameter servers", "hosts": "runs on several hosts", "list
 
 
 class Commands(click.Group):
-    """Our errors become one message and an exit code, without a traceback."""
+    """Our errors become one message and an exit code, without a traceback; Ctrl-C before a run began is 130 as well."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         from echelon.errors import EchelonError
@@ -24,6 +30,8 @@ class Commands(click.Group):
         except EchelonError as error:
             click.echo(f"echelon: {error}", err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            ctx.exit(130)
 
 
 def _refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -35,6 +43,12 @@ def _refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
             f"--{name.replace('_', '-')}: this version of Echelon does not have {LATER[name]} yet",
             remedy="What works today: any number of workers on one machine. See `echelon run --help`.",
         )
+    return value
+
+
+def _at_least_one(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise click.BadParameter(f"{value} is not a number of processes; the least is 1.")
     return value
 
 
@@ -70,7 +84,7 @@ def main() -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
-@click.option("--workers", type=click.IntRange(1, 4096), metavar="N",
+@click.option("--workers", type=int, metavar="N", callback=_at_least_one,
               help="Worker processes.  [default: the number of GPUs, or 1]")  # fmt: skip
 @click.option("--strategy", "strategy_text", default="", metavar="S",
               help="How gradients meet and every other knob, comma-separated, such as allreduce,accumulate=4.")  # fmt: skip

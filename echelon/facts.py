@@ -41,12 +41,22 @@ def lines(run: Run, feed: Feed) -> list[str]:
     """The first lines of a run: what makes a step, and what would change the answer."""
     strategy, workers = run.strategy, run.world_size
     size = feed.user.batch_size or getattr(feed.user.batch_sampler, "batch_size", None)
-    global_batch = None if size is None else size * strategy.accumulate * (workers if strategy.batch == "per-worker" else 1)
+    global_batch = (
+        None
+        if size is None
+        else size * strategy.accumulate * (workers if strategy.batch == "per-worker" else 1)
+    )
     said = [f"strategy {strategy} · {workers} worker{'s' * (workers > 1)} · {run.device}"]
     if global_batch is None:
         said.append("global batch: as the loader yields it")
     else:
-        each = size if strategy.batch == "per-worker" else f"{size / workers:g}" if size and size % workers else size and size // workers
+        each = (
+            size
+            if strategy.batch == "per-worker"
+            else f"{size / workers:g}"
+            if size and size % workers
+            else size and size // workers
+        )
         text = f"global batch {global_batch} samples a step · {each} a worker and forward"
         if strategy.microbatches > 1:
             text += f" in {strategy.microbatches} micro-batches"
@@ -56,7 +66,11 @@ def lines(run: Run, feed: Feed) -> list[str]:
         said.append(text)
     said.append(_learning_rate(run))
     changes = _changes(run)
-    said.append("same answer as one process" if not changes else "not the answer of one process: " + "; ".join(changes))
+    said.append(
+        "same answer as one process"
+        if not changes
+        else "not the answer of one process: " + "; ".join(changes)
+    )
     return said
 
 
@@ -74,7 +88,11 @@ def _changes(run: Run) -> list[str]:
     found = []
     if strategy.batch == "per-worker" and several:
         found.append("batch=per-worker makes the batch grow with the workers")
-    if several and any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for model in run.models for m in model.modules()):
+    if several and any(
+        isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0
+        for model in run.models
+        for m in model.modules()
+    ):
         found.append("dropout draws other masks on each worker")
     if several and not strategy.sync_batchnorm and any(norm.has_batchnorm(m) for m in run.models):
         found.append("sync_batchnorm=false keeps BatchNorm's moments local")
@@ -112,4 +130,8 @@ def refuse_unused(run: Run, optimizer: Any) -> None:
         said += "\n  not in forward: " + ", ".join(outside)
     if inside:
         said += "\n  in forward, but not in the loss: " + ", ".join(inside)
-    raise LoopError(said, remedy="Use them, freeze them (requires_grad_(False)), or leave strict off: they are then left alone.", rank=run.rank)
+    raise LoopError(
+        said,
+        remedy="Use them, freeze them (requires_grad_(False)), or leave strict off: they are then left alone.",
+        rank=run.rank,
+    )

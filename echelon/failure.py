@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import runpy
 import traceback
 from types import TracebackType
 
@@ -41,7 +41,10 @@ def exit_code(error: BaseException) -> int:
 
 
 def error_line(error: BaseException) -> str:
-    """`ValueError: what it says`, the first line only."""
+    """`ValueError: what it says`, the first line only; for sys.exit also the place, as there will be no traceback."""
+    if isinstance(error, SystemExit):
+        words = error.code if isinstance(error.code, int) else f'"{str(error.code).splitlines()[0]}"'
+        return f"sys.exit({words}){_place(error)}"
     text = "".join(traceback.format_exception_only(error)).strip()
     lines = [line for line in text.splitlines() if line.strip()]
     kind = type(error).__name__
@@ -52,11 +55,13 @@ def error_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback as plain python would print it: the frames that started the script are left out."""
-    own = tuple(os.path.abspath(path) for path in _STARTERS)
-    summary = traceback.TracebackException(
-        type(error), error, _skip(error.__traceback__, own), capture_locals=False
-    )
+    """The traceback as plain python would print it: the frames that started the script are left out.
+
+    As in plain python there is none for sys.exit: "".
+    """
+    if isinstance(error, SystemExit):
+        return ""
+    summary = traceback.TracebackException(type(error), error, _skip(error.__traceback__))
     text = "".join(summary.format()).rstrip("\n")
     if len(text) > MAX_TRACEBACK_CHARS:
         half = MAX_TRACEBACK_CHARS // 2
@@ -70,19 +75,28 @@ def sounds_like_a_lost_peer(line: str) -> bool:
     return line.startswith(PEER_ERRORS) and any(words in text for words in PEER_TEXTS)
 
 
-def _skip(tb: TracebackType | None, starters: tuple[str, ...]) -> TracebackType | None:
-    first = tb
-    while tb is not None and _is_starter(tb, starters):
+def _place(error: BaseException) -> str:
+    """The last line of the user's own code on the way to the error."""
+    library = os.path.dirname(os.__file__)
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((library, "<"))
+    ]
+    frames = [f for f in frames if os.path.abspath(f.filename) not in _STARTERS]
+    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def _skip(tb: TracebackType | None) -> TracebackType | None:
+    while tb is not None and _is_starter(tb):
         tb = tb.tb_next
-    return tb if tb is not None else (None if first is None or _is_starter(first, starters) else first)
+    return tb
 
 
-def _is_starter(tb: TracebackType, starters: tuple[str, ...]) -> bool:
+def _is_starter(tb: TracebackType) -> bool:
     name = tb.tb_frame.f_code.co_filename
-    return name.startswith("<frozen ") or os.path.abspath(name) in starters
+    return name.startswith("<frozen ") or os.path.abspath(name) in _STARTERS
 
 
-_STARTERS = [
-    os.path.join(os.path.dirname(__file__), "role.py"),
-    getattr(sys.modules.get("runpy"), "__file__", None) or "",
-]
+_STARTERS = (
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), "role.py"),
+    os.path.abspath(runpy.__file__),
+)

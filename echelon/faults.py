@@ -1,7 +1,7 @@
 """Faults on purpose, for tests and rehearsals: said once, they happen once.
 
-    faults.lose(step=3)                 the commit of step 3 is lost on every rank, as if a peer had died and come back
-    faults.lose(step=3, optimizer=1)    … the commit of the second prepared optimizer in that step
+faults.lose(step=3)                 the commit of step 3 is lost on every rank, as if a peer had died and come back
+faults.lose(step=3, optimizer=1)    … the commit of the second prepared optimizer in that step
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ LEAVE_S = 2.0
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Never returns: the process ends with the script's code."""
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     ours, script = _split(sys.argv[1:] if argv is None else list(argv))
     options = _parser().parse_args(ours)
     token = env.take_token()
@@ -78,9 +78,10 @@ def work(mine: member.Member, script: Sequence[str]) -> NoReturn:
             _flush()
             told = failure.describe(error, rank=mine.place.rank, host=mine.place.host, step=_step(mine))
             mine.emit(told)
-            if not (isinstance(error, SystemExit) and isinstance(error.code, int)):
-                text = str(error.code) if isinstance(error, SystemExit) else told.traceback
-                print(text, file=sys.stderr, flush=True)
+            if not isinstance(error, SystemExit):
+                print(told.traceback, file=sys.stderr, flush=True)
+            elif not isinstance(error.code, int):
+                print(error.code, file=sys.stderr, flush=True)
             _leave(mine, code)
             sys.exit(code)
     if mine.report is not None:
@@ -107,11 +108,12 @@ def _run(script: list[str]) -> None:
         runpy.run_path(path, run_name="__main__")
         return
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    path = os.path.abspath(path)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     vars(main_module).update(
         __file__=path, __loader__=loader, __spec__=None, __package__=None, __cached__=None
     )
-    with io.open_code(os.path.abspath(path)) as file:
+    with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(main_module))
 

@@ -39,11 +39,18 @@ from echelon.strategy import Strategy
 class Run:
     """One run, seen from one worker. Made by `echelon.init`; every rank calls the same things in the same order."""
 
-    def __init__(self, place: Place, strategy: Strategy, member: Member | None, emit: Sink) -> None:
+    def __init__(
+        self,
+        place: Place,
+        strategy: Strategy,
+        member: Member | None,
+        emit: Sink,
+        world: build.World | None = None,
+    ) -> None:
         self.place, self.strategy, self.member, self.emit = place, strategy, member, emit
         self.name, self.run_dir = place.run, place.run_dir
         randomness.seed_everything(strategy.seed)
-        self.world = build.world(place, strategy, member)
+        self.world = world or build.world(place, strategy, member)
         self.machine = Machine(strategy, self.rank, self.world_size, emit)
         self.machine.may_go_on = lambda lost: lost.reason == ON_PURPOSE
         self.exchange = Exchange(self.world.side, self._side_lost)
@@ -112,7 +119,11 @@ class Run:
         Models, optimizers and schedulers come back as the same objects. May be called again with more.
         """
         prepared: list[Any] = [None] * len(objects)
-        for kind in (nn.Module, torch.optim.Optimizer, object):  # models first: optimizers look for their parameters
+        for kind in (
+            nn.Module,
+            torch.optim.Optimizer,
+            object,
+        ):  # models first: optimizers look for their parameters
             for i, obj in enumerate(objects):
                 if prepared[i] is None and isinstance(obj, kind):
                     prepared[i] = self._prepare_one(obj, loader_options)
@@ -126,7 +137,9 @@ class Run:
             return self._prepare_optimizer(obj)
         if isinstance(obj, DataLoader):
             return self._prepare_loader(obj)
-        if isinstance(obj, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
+        if isinstance(
+            obj, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        ):
             prepare_scheduler(obj, self.machine, lambda value: float(self.reduce(value, "mean")))
             return obj
         if isinstance(obj, torch.amp.GradScaler):
@@ -148,7 +161,9 @@ class Run:
         if self.strategy.sync_batchnorm:
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
-            models.compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.strategy.precision], self.device)
+            models.compute_in(
+                model, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.strategy.precision], self.device
+            )
         names, sparse = models.names(model), models.sparse_params(model)
         params = {id(p): p for p in model.parameters() if p.is_floating_point() or p.is_complex()}
         fresh = [(names.get(i, "?"), p, i in sparse) for i, p in params.items() if i not in self._owned]
@@ -177,7 +192,9 @@ class Run:
         """Every optimizer knows the meetings of the parameters that it steps."""
         for optimizer in self.machine.optimizers:
             params = {id(p) for p in optimizer.params()}
-            optimizer.syncs = [s for s in self.machine.syncs if any(id(p) in params for _, p, _ in s.all_params)]  # type: ignore[attr-defined]
+            optimizer.syncs = [
+                s for s in self.machine.syncs if any(id(p) in params for _, p, _ in s.all_params)
+            ]  # type: ignore[attr-defined]
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if prepared_optimizer(optimizer) is None:
@@ -198,14 +215,23 @@ class Run:
     def _prepare_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         if feed_of(loader) is not None:
             return loader
-        feed = Feed(loader, build.cut(self.strategy, self.world), self.strategy.seed, self.world.side, self.device, self.machine)
+        feed = Feed(
+            loader,
+            build.cut(self.strategy, self.world),
+            self.strategy.seed,
+            self.world.side,
+            self.device,
+            self.machine,
+        )
         self.feeds.append(feed)
         return prepare_loader(loader, feed)
 
     def track(self, obj: Any) -> Any:
         """`obj` (anything with state_dict and load_state_dict) is put back when a step is lost."""
         if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
-            raise UsageError(f"track() needs state_dict and load_state_dict, and {type(obj).__name__} lacks one")
+            raise UsageError(
+                f"track() needs state_dict and load_state_dict, and {type(obj).__name__} lacks one"
+            )
         self.machine.keepers.append(Tracked(obj))
         return obj
 
@@ -230,8 +256,16 @@ class Run:
         try:
             inputs, target = batch
         except (TypeError, ValueError):
-            raise UsageError("run.step takes a batch of two: (inputs, target)", remedy="Give batch=(inputs, target).") from None
-        output = model(*inputs) if isinstance(inputs, tuple) else model(**inputs) if isinstance(inputs, dict) else model(inputs)
+            raise UsageError(
+                "run.step takes a batch of two: (inputs, target)", remedy="Give batch=(inputs, target)."
+            ) from None
+        output = (
+            model(*inputs)
+            if isinstance(inputs, tuple)
+            else model(**inputs)
+            if isinstance(inputs, dict)
+            else model(inputs)
+        )
         loss = loss_fn(output, target)
         self._check_halves(loss_fn, output, target)
         shown = self._global_loss(loss.detach())
@@ -247,7 +281,8 @@ class Run:
         if len(found) == 1:
             return found[0]
         raise UsageError(
-            f"run.step needs to know which {what}: {len(found)} were prepared", remedy=f"Prepare one, or give {what}=…"
+            f"run.step needs to know which {what}: {len(found)} were prepared",
+            remedy=f"Prepare one, or give {what}=…",
         )
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
@@ -269,7 +304,9 @@ class Run:
         value = all_total / max(all_count, 1e-300)
         part = self.machine.current.part if self.machine.current else None
         if part is None or (part.micro.last and not self._mean_group):
-            return shown_as(total, value, 1.0 / (max(all_count, 1e-300) * share.weight) if share.counts else 0.0)
+            return shown_as(
+                total, value, 1.0 / (max(all_count, 1e-300) * share.weight) if share.counts else 0.0
+            )
         self._mean_group.append(all_count)
         closing = 1.0
         if part.micro.last:
@@ -301,9 +338,12 @@ class Run:
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers in global order; differentiable: the answer for in-batch negatives."""
+        self._watch.end()  # a loss over gathered rows is global already: nothing to compare
         return self.exchange.gather(x, self.machine.share)
 
-    def evaluate(self, model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], dict[str, tuple[Any, Any]]]) -> dict[str, float]:
+    def evaluate(
+        self, model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], dict[str, tuple[Any, Any]]]
+    ) -> dict[str, float]:
         """fn(model, batch) -> {name: (sum, count)}; every sample of the loader counts once, whatever the world.
 
         The model is in eval mode and no gradient is kept; with ema its averaged weights are evaluated.
@@ -329,7 +369,10 @@ class Run:
         """Sums by name over ranks; a rank that saw no sample knows no names and learns them from the others."""
         names = self.share_words(sorted(totals))
         sums = self.exchange.total([v for name in names for v in totals.get(name, [0.0, 0.0])])
-        return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}
+        return {
+            name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan")
+            for i, name in enumerate(names)
+        }
 
     def share_words(self, words: list[str]) -> list[str]:
         """The sorted union of everybody's words."""
@@ -368,7 +411,10 @@ class Run:
                 failure = f"{type(error).__name__}: {error}"
         said = self.share_words([failure] if failure else [])
         if said:
-            raise UsageError(f"rank 0 could not write {target}: {said[0]}", remedy="Nothing was replaced; choose another path.")
+            raise UsageError(
+                f"rank 0 could not write {target}: {said[0]}",
+                remedy="Nothing was replaced; choose another path.",
+            )
         return target
 
     # -- what the machine and the launcher ask -------------------------------------------------------------------
@@ -417,7 +463,9 @@ class Run:
             return
         self._watch.end()
         seen = [d for d, _ in self._divisors[:1] if d is not None]
-        mine = [seen[0].value, float(self._divisors[0][1]), float(seen[0].is_sum)] if seen else [0.0, 0.0, 0.0]
+        mine = (
+            [seen[0].value, float(self._divisors[0][1]), float(seen[0].is_sum)] if seen else [0.0, 0.0, 0.0]
+        )
         every = self.exchange.every(mine)
         self._divisors = []
         if self.strategy.loss == "sum":
@@ -442,5 +490,3 @@ class Run:
         self._watch.end()
         self.log_book.flush()
         self.world.groups.close()
-
-

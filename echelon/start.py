@@ -56,7 +56,9 @@ def current() -> Run | None:
     return _run
 
 
-def _strategy(given: str | Strategy | None, seed: int | None, fields: dict[str, Any], description: dict[str, Any]) -> Strategy:
+def _strategy(
+    given: str | Strategy | None, seed: int | None, fields: dict[str, Any], description: dict[str, Any]
+) -> Strategy:
     if isinstance(given, Strategy):
         from_script = given.changed()
     else:
@@ -102,5 +104,3 @@ def _close(close: Callable[[], None]) -> None:
         _last, _run = _run, None
         _last.close()
         close()
-
-

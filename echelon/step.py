@@ -118,7 +118,9 @@ class Machine:
 
     def begin(self, loader: Rewindable, part: Part) -> None:
         """A loader is about to yield `part`."""
-        if self.committed:
+        if self.iteration_lost:
+            self._put_back()
+        elif self.committed:
             self._snapshot()
         self.iteration_lost = False
         self.in_iteration.clear()
@@ -184,6 +186,9 @@ class Machine:
             return None
         # meet
         outcome = self.meet(optimizer)
+        if self.iteration_lost:  # another optimizer's step was lost before: the whole iteration runs again
+            optimizer.stepped = False
+            return None
         if isinstance(outcome, Lost):
             self.lose(outcome, optimizer)
             return None
@@ -203,7 +208,7 @@ class Machine:
         step = self.next_step(optimizer)
         outcome = merge([*(sync.commit(step) for sync in optimizer.syncs), *self.side_losses])
         self.side_losses = []
-        if isinstance(outcome, Met) and faults.due(step, optimizer.index):
+        if isinstance(outcome, Met) and not self.iteration_lost and faults.due(step, optimizer.index):
             return Lost((), faults.ON_PURPOSE)
         return outcome
 
@@ -258,14 +263,21 @@ class Machine:
         for other in self.optimizers:
             other.put_back()
         self.counters.global_step = step - 1
-        for keeper in self.keepers:
-            keeper.put_back()
         batches = sum(loader.rewind() for loader in self.loaders)
         self.counters.lost_steps += 1
         self.iteration_lost = True
         self.committed = False
         self.in_iteration.clear()
-        self.emit(StepLost(rank=self.rank, step=step, batches=batches, reason=lost.reason, peers=list(lost.peers)))
+        self.emit(
+            StepLost(rank=self.rank, step=step, batches=batches, reason=lost.reason, peers=list(lost.peers))
+        )
+
+    def _put_back(self) -> None:
+        """A lost iteration is over: also undo what the script did in it after its step() (averages, random numbers)."""
+        for sync in self.syncs:
+            sync.forget()
+        for keeper in self.keepers:
+            keeper.put_back()
 
     # -- closures ------------------------------------------------------------------------------------------------
 
@@ -276,7 +288,10 @@ class Machine:
                 loss = closure()
             self.seal(optimizer)
             return loss
-        if isinstance(optimizer.optimizer, torch.optim.LBFGS) and self.strategy.accumulate * self.strategy.microbatches > 1:
+        if (
+            isinstance(optimizer.optimizer, torch.optim.LBFGS)
+            and self.strategy.accumulate * self.strategy.microbatches > 1
+        ):
             raise UsageError(
                 "LBFGS evaluates its closure several times a step, and accumulate/microbatches give it only the last part",
                 remedy="Use accumulate=1 and microbatches=1 with LBFGS.",
@@ -327,5 +342,3 @@ class Machine:
 
 def _who(lost: Lost) -> str:
     return f"worker {', '.join(map(str, lost.peers))} is gone: " if lost.peers else ""
-
-

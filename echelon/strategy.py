@@ -132,7 +132,11 @@ class Strategy:
             _check_type(field.name, getattr(self, field.name))
         for name in ("accumulate", "microbatches", "local_steps", "tensor", "keep"):
             _need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        _need(0.0 <= self.ema < 1.0, f"ema={self.ema} must lie in [0, 1)", "0.999 averages over about 1000 steps.")
+        _need(
+            0.0 <= self.ema < 1.0,
+            f"ema={self.ema} must lie in [0, 1)",
+            "0.999 averages over about 1000 steps.",
+        )
         _need(self.clip_norm >= 0, f"clip_norm={self.clip_norm} must not be negative")
         _need(self.bucket_mib > 0 and self.first_bucket_mib > 0, "a bucket must hold something")
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
@@ -142,7 +146,9 @@ class Strategy:
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their default: what a person set."""
         return {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
         }
 
     def __str__(self) -> str:
@@ -238,7 +244,16 @@ def require_built(strategy: Strategy) -> None:
 
 def _from_text(key: str, text: str, hint: Any) -> Any:
     if hint is bool:
-        known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+        known = {
+            "true": True,
+            "1": True,
+            "yes": True,
+            "on": True,
+            "false": False,
+            "0": False,
+            "no": False,
+            "off": False,
+        }
         if text.lower() in known:
             return known[text.lower()]
         raise StrategyError(f"{key}={text} is neither true nor false")
@@ -258,7 +273,9 @@ def _check_type(key: str, value: Any) -> None:
         if value not in choices:
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
             hinted = f"Did you mean {near[0]}? " if near else ""
-            raise StrategyError(f"{key}={value} is not known", remedy=f"{hinted}Choose from {', '.join(choices)}.")
+            raise StrategyError(
+                f"{key}={value} is not known", remedy=f"{hinted}Choose from {', '.join(choices)}."
+            )
     elif hint is float and isinstance(value, int) and not isinstance(value, bool):
         return
     elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

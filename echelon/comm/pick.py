@@ -40,7 +40,9 @@ def backend_for(asked: str, device: torch.device, workers: int) -> str:
 class Groups:
     """Makes the groups of a run. All ranks make the same ones in the same order."""
 
-    def __init__(self, backend: str, rank: int, size: int, device: torch.device, member: Member | None) -> None:
+    def __init__(
+        self, backend: str, rank: int, size: int, device: torch.device, member: Member | None
+    ) -> None:
         self.backend, self.rank, self.size, self.device, self.member = backend, rank, size, device, member
         self.made: list[Group] = []
 
@@ -55,7 +57,9 @@ class Groups:
                 self._init_torch()
             pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
             assert pg is not None
-            group = TorchGroup(pg, self.device if self.backend == "nccl" else torch.device("cpu"), self._blame())
+            group = TorchGroup(
+                pg, self.device if self.backend == "nccl" else torch.device("cpu"), self._blame()
+            )
         self.made.append(group)
         return group
 
@@ -70,7 +74,9 @@ class Groups:
             host, _ = net.split(self.member.place.coordinator)
             env.bind_gloo(net.interface_of(net.local_address(host)))
         limit = datetime.timedelta(seconds=OP_LIMIT_S)
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit
+        )
 
     def _blame(self) -> Blame | None:
         member = self.member
@@ -88,7 +94,9 @@ def _gone(roster: Callable[[], dict[int, dict[str, object]]], me: int) -> tuple[
     deadline, pause = Deadline.after(BLAME_LIMIT_S), threading.Event()
     while True:
         try:
-            gone = tuple(r for r, seat in roster().items() if r != me and seat["state"] in ("dead", "failed", "left"))
+            gone = tuple(
+                r for r, seat in roster().items() if r != me and seat["state"] in ("dead", "failed", "left")
+            )
         except Exception:  # the coordinator may be gone as well: then nobody can be named
             gone = ()
         if gone or deadline.passed:

@@ -69,7 +69,11 @@ def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[M
         if not group:
             return
         total = sum(len(piece) for batch in group for piece in batch)
-        slices = [(number + i, j, pieces) for i, batch in enumerate(group) for j, pieces in enumerate(_slices(batch, cut))]
+        slices = [
+            (number + i, j, pieces)
+            for i, batch in enumerate(group)
+            for j, pieces in enumerate(_slices(batch, cut))
+        ]
         for at, (batch_number, slice_number, pieces) in enumerate(slices):
             yield Micro(
                 epoch=epoch,

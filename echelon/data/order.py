@@ -27,7 +27,8 @@ def batches(loader: DataLoader[Any], seed: int, epoch: int) -> Iterator[list[Any
     """
     stream = Stream(mix(seed, epoch, "order"))
     with stream.entered():
-        if loader.generator is not None:
+        kept = loader.persistent_workers and epoch > 0  # processes that live on are not seeded again
+        if loader.generator is not None and not kept:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         source = iter(loader.batch_sampler)  # type: ignore[arg-type]
     while True:

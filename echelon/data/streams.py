@@ -36,7 +36,9 @@ class CutBatch:
     pieces: Pieces
 
     def pin_memory(self) -> CutBatch:
-        return CutBatch([(n, mine, tree.map_tree(lambda t: t.pin_memory(), data)) for n, mine, data in self.pieces])
+        return CutBatch(
+            [(n, mine, tree.map_tree(lambda t: t.pin_memory(), data)) for n, mine, data in self.pieces]
+        )
 
 
 class CutCollate:
@@ -65,7 +67,9 @@ class CutCollate:
             start, stop = part(n, i, self.cut.microbatches)
             if start == stop:
                 continue
-            lo, hi = (0, stop - start) if self.cut.per_worker else part(stop - start, self.cut.rank, self.cut.size)
+            lo, hi = (
+                (0, stop - start) if self.cut.per_worker else part(stop - start, self.cut.rank, self.cut.size)
+            )
             mine = hi - lo
             yield stop - start, mine, take(start + lo, start + hi) if mine else take(start, start + 1)
 
@@ -112,11 +116,17 @@ class StreamParts:
         while True:
             while self.again:
                 yield self._copy(self.again.popleft())
-            group = [pieces for pieces in (next(source, None) for _ in range(self.cut.accumulate)) if pieces is not None]
+            group = [
+                pieces
+                for pieces in (next(source, None) for _ in range(self.cut.accumulate))
+                if pieces is not None
+            ]
             if not group:
                 return
             total = sum(n for pieces in group for n, _, _ in pieces)
-            flat = [(number + i, j, piece) for i, pieces in enumerate(group) for j, piece in enumerate(pieces)]
+            flat = [
+                (number + i, j, piece) for i, pieces in enumerate(group) for j, piece in enumerate(pieces)
+            ]
             number += len(group)
             for at, (batch, slice_number, (n, mine, data)) in enumerate(flat):
                 micro = Micro(epoch, batch, slice_number, range(n), total, at == len(flat) - 1)
@@ -143,7 +153,9 @@ class StreamParts:
             yield from source
             return
         while True:
-            round_ = [pieces for pieces in (next(source, None) for _ in range(self.cut.size)) if pieces is not None]
+            round_ = [
+                pieces for pieces in (next(source, None) for _ in range(self.cut.size)) if pieces is not None
+            ]
             if not round_:
                 return
             yield list(self._own(round_))
@@ -182,7 +194,9 @@ class StreamParts:
                 )
             mine = {i: piece for i, piece in enumerate(pieces)}
             yield [
-                (int(n), *(mine[i][1:] if i in mine else (0, spare))) for i, n in enumerate(counts.tolist()) if n
+                (int(n), *(mine[i][1:] if i in mine else (0, spare)))
+                for i, n in enumerate(counts.tolist())
+                if n
             ]
 
     def rewind(self, again: Sequence[Part]) -> None:

@@ -39,7 +39,11 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """The tree with its tensors on `device`; objects with a `.to` of their own are moved through it."""
-    if not isinstance(tree, (Tensor, Mapping, list, tuple)) and hasattr(tree, "to") and not dataclasses.is_dataclass(tree):
+    if (
+        not isinstance(tree, (Tensor, Mapping, list, tuple))
+        and hasattr(tree, "to")
+        and not dataclasses.is_dataclass(tree)
+    ):
         return tree.to(device)
     return map_tree(lambda t: t.to(device, non_blocking=True), tree)
 
@@ -52,7 +56,11 @@ def length(tree: Any) -> int | None:
 
 def cut_tree(tree: Any, lo: int, hi: int, n: int) -> Any:
     """Samples [lo, hi) of a ready-made batch of n: tensors along dim 0, and plain lists of n entries beside them."""
-    if isinstance(tree, list) and len(tree) == n and not any(isinstance(item, (Tensor, Mapping)) for item in tree):
+    if (
+        isinstance(tree, list)
+        and len(tree) == n
+        and not any(isinstance(item, (Tensor, Mapping)) for item in tree)
+    ):
         return tree[lo:hi]
     if isinstance(tree, Mapping):
         return {key: cut_tree(value, lo, hi, n) for key, value in tree.items()}

@@ -19,7 +19,6 @@ class Exit:
     time: float
     ours: bool = False
     peak_rss_bytes: int = 0
-    cgroup: str = ""
 
     @property
     def signal(self) -> int:

@@ -46,7 +46,7 @@ def likely_cause(number: int, before: Memory, after: Memory, peak_rss_bytes: int
         return _bus(after)
     if number in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE):
         return _join("Native code crashed (torch, CUDA or a compiled extension).", peak,
-                     "The Python stack at that moment is above or in the log.")  # fmt: skip
+                     "Its Python stack at that moment follows.")  # fmt: skip
     if number == signal.SIGABRT:
         return "Native code gave up (abort): its last words are in the log."
     if number == signal.SIGTERM:
@@ -80,9 +80,10 @@ def read(cgroup: str, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/p
     )
 
 
-def own_cgroup() -> str:
+def cgroup_of(pid: int | str = "self") -> str:
+    """/proc/PID/cgroup of a living process (the kernel forgets it when the process ends); "" when it is gone."""
     try:
-        return Path("/proc/self/cgroup").read_text()
+        return Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:
         return ""
 

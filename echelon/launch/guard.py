@@ -8,7 +8,7 @@ Messages are one JSON object each (SOCK_SEQPACKET). From the supervisor:
     {"do": "spawn", "id", "argv", "env", "cwd"}   with 2 or 3 descriptors: stdout, stderr, one to become fd 3
     {"do": "remove", "paths"}                              files to delete at the end
     {"do": "end", "grace_s"}                               end the tree; a second one may shorten the grace
-To it: {"started": id, "pid"}, {"exited": id, "pid", "status", "peak_rss_bytes", "cgroup"}, and {"ended": true} last.
+To it: {"started": id, "pid"}, {"exited": id, "pid", "status", "peak_rss_bytes"}, and {"ended": true} last.
 
 This file needs only the standard library and runs as `python -I -S guard.py FD`, so that it starts in 20 ms.
 """
@@ -214,23 +214,19 @@ class Guard:
         self.tell({"started": message["id"], "pid": pid})
 
     def collect(self) -> None:
-        """Collects every exit there is, and tells those of roles with their memory peak and control group."""
+        """Collects every exit there is, and tells those of roles with their memory peak."""
         while True:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if ended is None:
+            if pid == 0:
                 return
-            cgroup = ""
-            if ended.si_pid in self.roles:
-                with contextlib.suppress(OSError), open(f"/proc/{ended.si_pid}/cgroup") as file:
-                    cgroup = file.read()
-            pid, status, usage = os.wait4(ended.si_pid, 0)
             if pid in self.roles:
                 peak = usage.ru_maxrss * 1024
-                self.tell({"exited": self.roles.pop(pid), "pid": pid, "status": status,
-                           "peak_rss_bytes": peak, "cgroup": cgroup})  # fmt: skip
+                self.tell(
+                    {"exited": self.roles.pop(pid), "pid": pid, "status": status, "peak_rss_bytes": peak}
+                )
 
     def look_for_segments(self) -> None:
         """Remembers descendants that made shared memory, so that their files can be removed when they were killed."""
@@ -274,4 +270,7 @@ def _become(message: dict[str, object], fds: list[int], parent: int) -> None:
 
 
 if __name__ == "__main__":
+    os.set_inheritable(
+        int(sys.argv[1]), False
+    )  # a role that held it would hide our death from the supervisor
     Guard(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -77,7 +77,7 @@ def run(
             "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
             "coordinator": plan.coordinator,
         })  # fmt: skip
-        display = Display(num_workers=job.num_workers, host=plan.host)
+        display = Display(num_workers=job.num_workers, host=plan.host, own_prints=False)
         display.say(f"run {name} · {chosen} · {plan.threads_sentence}")
         sinks = [tensorboard.TensorBoard(folder.path / "tensorboard")] if chosen.tensorboard else []
         try:
@@ -88,10 +88,11 @@ def run(
 
 
 def state_of(folder: RunDir) -> str:
-    """One word for a run: running, ended (0), failed (N), or died (its supervisor is gone without a word)."""
+    """How a run stands: running, ended, stopped (code), failed (code), or died (its supervisor is gone without a word)."""
     record = folder.read()
     if "code" in record:
-        return "ended" if record["code"] == 0 else f"failed ({record['code']})"
+        code = record["code"]
+        return "ended" if code == 0 else f"{'stopped' if code in (129, 130, 143) else 'failed'} ({code})"
     supervisors = [process for process in folder.load_processes() if process.role == "supervisor"]
     if not supervisors:
         return "died"

@@ -61,6 +61,7 @@ class Supervisor:
         self.streams = Streams(folder, self.selector, display, plan.num_workers)
         self.exits: dict[int, Exit] = {}
         self.failures: list[Failed] = []
+        self.cgroups: dict[int, str] = {}
         self.stop: Stop | None = None
         self.failing_since: float | None = None
         self.done_since: float | None = None
@@ -76,7 +77,7 @@ class Supervisor:
 
     def run(self) -> int:
         self.started = time.monotonic()
-        self.memory = cause.read(cause.own_cgroup())
+        self.memory = cause.read(cause.cgroup_of())
         guard.become_subreaper()
         spare = frozenset(guard.descendants(os.getpid()))
         with self.asked.listening(self.wake_in):
@@ -127,7 +128,7 @@ class Supervisor:
         for key, _ in self.selector.select(TICK_S):
             if callable(key.data):
                 key.data()
-            else:
+            elif self.selector.get_map().get(key.fd) is key:  # an exit in this very turn may have closed it
                 self.streams.read(*key.data)
         for event in self.link.heard():
             self._on_event(event)
@@ -157,6 +158,7 @@ class Supervisor:
                 role, _, rank = message["started"].rpartition("-")
                 self._put(role, int(rank), message["pid"], self.incarnation if role == "coordinator" else 0)
                 if role == "worker":
+                    self.cgroups[int(rank)] = cause.cgroup_of(message["pid"])
                     self.link.emit(
                         ProcessStarted(rank=int(rank), role=role, host=self.plan.host, pid=message["pid"])
                     )
@@ -182,9 +184,7 @@ class Supervisor:
             self._on_coordinator_exit(code)
             return
         peak = message["peak_rss_bytes"]
-        self.exits[rank] = Exit(
-            rank, code, time.time(), self.ending_since is not None, peak, message["cgroup"]
-        )
+        self.exits[rank] = Exit(rank, code, time.time(), self.ending_since is not None, peak)
         self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
                                     peak_rss_bytes=peak))  # fmt: skip
         self.link.died(rank, code)
@@ -309,7 +309,7 @@ class Supervisor:
     def _block(self, verdict: Verdict) -> list[str]:
         why, log = "", self.folder.log("worker", verdict.rank)
         if verdict.exit is not None and verdict.failed is None and verdict.exit.signal:
-            after = cause.read(verdict.exit.cgroup or cause.own_cgroup())
+            after = cause.read(self.cgroups.get(verdict.rank) or cause.cgroup_of())
             why = cause.likely_cause(verdict.exit.signal, self.memory, after, verdict.exit.peak_rss_bytes)
         beat = self.display.progress.beats.get(verdict.rank)
         return failure_block(

@@ -97,7 +97,7 @@ class AllReduceSync:
         for bucket in self.buckets:
             bucket.missing, bucket.work, bucket.again = len(bucket.slots), None, False
         for slot in self.slots:
-            slot.fired = False
+            slot.fired = slot.stacked = False
         self.next_bucket = 0
 
     def refresh(self) -> None:
@@ -121,8 +121,9 @@ class AllReduceSync:
         The weights of one micro-step do not sum to one there, so the new gradient is scaled first, and the sum of
         both is then taken with 1 / size.
         """
-        if slot.param.grad is None or slot.sparse or not self.share.last:
+        if slot.param.grad is None or not self.share.last:
             return None
+        slot.stacked = True
         if not self.share.counts:
             return torch.zeros_like(grad)
         return grad * (self.share.weight * self.share.closing * self.group.size)
@@ -169,7 +170,9 @@ class AllReduceSync:
         elif not share.counts:
             view.zero_()
         elif grad.data_ptr() == view.data_ptr():
-            view.mul_(weight)  # an earlier backward's global gradient is in it: the weights of all ranks sum to one
+            view.mul_(
+                weight
+            )  # an earlier backward's global gradient is in it: the weights of all ranks sum to one
         else:
             torch.mul(grad, weight, out=view)
         if slot.pending is not None or slot.sealed is not None:
@@ -203,7 +206,9 @@ class AllReduceSync:
         """Who took part, and which parameters have a gradient here that counts."""
         holding = {id(s) for s in held}
         counts = self.share.counts
-        used = [float((counts and s.fired) or s.param.grad is not None or id(s) in holding) for s in self.slots]
+        used = [
+            float((counts and s.fired) or s.param.grad is not None or id(s) in holding) for s in self.slots
+        ]
         self.tail.copy_(torch.tensor([1.0, float(self.meetings), *used], dtype=self.tail.dtype))
 
     # -- the end of a backward -----------------------------------------------------------------------------------
@@ -277,21 +282,29 @@ class AllReduceSync:
         return outcomes
 
     def _meet_sparse(self, deadline: Deadline) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        weight = self.share.weight * self.share.closing
-        for slot in self.sparse:
-            grad = slot.param.grad if self.share.counts else None
-            if grad is not None:
-                grad = grad.mul(weight)
-            held = slot.held()
-            if held is not None:
-                held = held.mul(self.share.closing)
-                grad = held if grad is None else grad + held
-            outcome, total = sum_rows(grad, slot.param, 1.0, self.group, deadline)
-            outcomes.append(outcome)
-            if total is not None:
-                slot.param.grad = total if total.values().shape[0] or slot.fired else None
-        return outcomes
+        """Rows of all sparse parameters at once."""
+        if not self.sparse:
+            return []
+        grads = [self._rows_of(slot) for slot in self.sparse]
+        outcome, totals = sum_rows(grads, [s.param.detach() for s in self.sparse], self.group, deadline)
+        for slot, total in zip(self.sparse, totals, strict=True):
+            slot.param.grad = total
+            if total is None:
+                slot.fired = False
+        return [outcome]
+
+    def _rows_of(self, slot: Slot) -> Tensor | None:
+        grad, share = slot.param.grad, self.share
+        if grad is not None:
+            grad = grad if grad.is_sparse else grad.to_sparse(1)
+            if slot.stacked or not slot.fired:  # an earlier backward's, global already
+                grad = grad * (1.0 / self.group.size)
+            else:
+                grad = grad * (share.weight * share.closing) if share.counts else None
+        held = slot.held()
+        if held is not None:
+            grad = held * share.closing if grad is None else grad + held * share.closing
+        return grad
 
     def _hand_back(self) -> None:
         missing = [s for s in self.slots if not s.fired and not s.sparse]

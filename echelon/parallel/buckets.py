@@ -18,7 +18,8 @@ ALIGN = 64
 class Slot:
     """One parameter's place in a bucket and what it holds between micro-steps."""
 
-    __slots__ = ("bucket", "fired", "index", "late", "name", "param", "pending", "sealed", "sparse", "view")
+    __slots__ = ("bucket", "fired", "index", "late", "name", "param", "pending", "sealed", "sparse",
+                 "stacked", "view")  # fmt: skip
 
     def __init__(self, index: int, name: str, param: nn.Parameter, sparse: bool) -> None:
         self.index, self.name, self.param, self.sparse = index, name, param, sparse
@@ -26,6 +27,8 @@ class Slot:
         self.view: Tensor | None = None
         self.fired = False
         """A gradient came in the meeting that is open."""
+        self.stacked = False
+        """… on top of an earlier backward's global one, inside a group."""
         self.late: Tensor | None = None
         """A gradient that came after the bucket had left (reentrant checkpointing): met in a second round."""
         self.pending: Tensor | None = None

@@ -34,7 +34,9 @@ class Exchange:
     def total(self, values: list[float]) -> list[float]:
         """Sums over ranks in float64."""
         wire = torch.tensor(values, dtype=torch.float64, device=self._device())
-        return wire.tolist() if self._met(self.group.all_reduce(wire).wait(Deadline.after(LIMIT_S))) else values
+        return (
+            wire.tolist() if self._met(self.group.all_reduce(wire).wait(Deadline.after(LIMIT_S))) else values
+        )
 
     def every(self, values: list[float]) -> list[list[float]]:
         """Each rank's values, in rank order."""
@@ -58,7 +60,11 @@ class Exchange:
             return wire
         exact = x.dtype if not x.is_floating_point() and op == "sum" else torch.float64
         scale = weight if op == "mean" else float(weight > 0)
-        body = x.to(exact).reshape(-1) * (scale if exact is torch.float64 else int(scale)) if scale else torch.zeros(x.numel(), dtype=exact, device=x.device)
+        body = (
+            x.to(exact).reshape(-1) * (scale if exact is torch.float64 else int(scale))
+            if scale
+            else torch.zeros(x.numel(), dtype=exact, device=x.device)
+        )
         wire = torch.cat([body, torch.tensor([weight], device=x.device).to(exact)])
         self._met(self.group.all_reduce(wire).wait(Deadline.after(LIMIT_S)))
         value = wire[:-1] / wire[-1] if op == "mean" else wire[:-1]

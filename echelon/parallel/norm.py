@@ -6,6 +6,7 @@ sample counts for nothing. The module stays the same object with the same state 
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -55,14 +56,26 @@ class _Normalise(torch.autograd.Function):
         dims = [d for d in range(dy.dim()) if d != 1]
         sum_dy, sum_dy_xhat = dy.sum(dims), (dy * xhat).sum(dims)
         share: Share = ctx.share
-        mine = torch.stack([sum_dy, sum_dy_xhat]) * share.weight if share.counts else torch.zeros_like(torch.stack([sum_dy, sum_dy_xhat]))
+        mine = (
+            torch.stack([sum_dy, sum_dy_xhat]) * share.weight
+            if share.counts
+            else torch.zeros_like(torch.stack([sum_dy, sum_dy_xhat]))
+        )
         every = ctx.sync.gather(mine)
         total = every.sum(0) if every is not None else mine
         scale = 1.0 / (share.weight * count) if share.counts else torch.zeros_like(count)
         mean_dy, mean_dy_xhat = (total[0] * scale).view(ctx.shape), (total[1] * scale).view(ctx.shape)
         factor = invstd if weight is None else invstd * weight
         dx = (dy - mean_dy - xhat * mean_dy_xhat) * factor.view(ctx.shape)
-        return dx, (sum_dy_xhat if weight is not None else None), (sum_dy if ctx.has_bias else None), None, None, None, None
+        return (
+            dx,
+            (sum_dy_xhat if weight is not None else None),
+            (sum_dy if ctx.has_bias else None),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def normalise(module: _BatchNorm, x: Tensor, sync: NormSync) -> Tensor:
@@ -84,10 +97,14 @@ def normalise(module: _BatchNorm, x: Tensor, sync: NormSync) -> Tensor:
         mean = (means * counts).sum(0) / count.clamp(min=1)
         m2 = (m2s + counts * (means - mean) ** 2).sum(0)
         if x.device.type == "cpu" and count == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape} in the whole world")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {x.shape} in the whole world"
+            )
         _update_running(module, mean, m2, count)
         invstd = torch.rsqrt(m2 / count.clamp(min=1) + module.eps)
-    y = _Normalise.apply(x, module.weight, module.bias, mean.to(x.dtype), invstd.to(x.dtype), count.to(x.dtype), sync)
+    y = _Normalise.apply(
+        x, module.weight, module.bias, mean.to(x.dtype), invstd.to(x.dtype), count.to(x.dtype), sync
+    )
     assert isinstance(y, Tensor)
     return y
 
@@ -104,7 +121,9 @@ def _update_running(module: _BatchNorm, mean: Tensor, m2: Tensor, count: Tensor)
 
 def synchronise(model: nn.Module, sync: NormSync) -> int:
     """Makes every BatchNorm of the model global; returns how many there are. The modules stay what they are."""
-    found = [m for m in model.modules() if isinstance(m, _BatchNorm) and not hasattr(type(m), "_echelon_sync")]
+    found = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and not hasattr(type(m), "_echelon_sync")
+    ]
     for module in found:
         module.__class__ = _synced(type(module), sync)
     return len(found)
@@ -115,14 +134,16 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def _synced(cls: type[nn.Module], sync: NormSync) -> type[nn.Module]:
-    """A subclass whose training forward is global. The sync is the class's, so deep copies of the module share it."""
+    """A subclass whose training forward is global. A copy of the module is of the script's own class again."""
 
     def forward(self: _BatchNorm, x: Tensor) -> Tensor:
         if not self.training:
             return cls.forward(self, x)  # type: ignore[no-any-return]
         return _eager(self, x, sync)
 
-    return type(cls.__name__, (cls,), {"forward": forward, "_echelon_sync": sync, "__module__": cls.__module__})
+    return type(
+        cls.__name__, (cls,), {"forward": forward, "_echelon_sync": sync, "__module__": cls.__module__}
+    )
 
 
 def _eager(module: _BatchNorm, x: Tensor, sync: NormSync) -> Tensor:

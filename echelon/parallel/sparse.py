@@ -1,6 +1,9 @@
-"""Sparse gradients (embeddings): rows meet, not tables."""
+"""Sparse gradients (embeddings): rows meet, not tables. All tables of a model share two messages."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,34 +11,67 @@ from torch import Tensor
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome
 
+ALIGN = 64
 
-def sum_rows(grad: Tensor | None, like: Tensor, weight: float, group: Group, deadline: Deadline) -> tuple[Outcome, Tensor | None]:
-    """The weighted sum over ranks of sparse gradients, in rank order; None here means that this rank has no rows.
 
-    Every rank sends its own rows only, padded to the longest. The outcome's tensor is coalesced.
+def sum_rows(
+    grads: Sequence[Tensor | None], like: Sequence[Tensor], group: Group, deadline: Deadline
+) -> tuple[Outcome, list[Tensor | None]]:
+    """The sums over ranks of sparse gradients, in rank order; None where no rank has a row.
+
+    1. counts: everybody's number of rows a table
+    2. rows: ids and values of all tables as one block of bytes a rank, padded to the longest
+    3. add: rows of all ranks, coalesced; the same bits on every rank
     """
-    mine = grad.coalesce() if grad is not None else None
-    rows = mine.values().shape[0] if mine is not None else 0
-    shape = like.shape[1:]
-    counts = torch.zeros(group.size, 1, dtype=torch.int64, device=like.device)
-    outcome = group.all_gather(counts, torch.tensor([rows], device=like.device)).wait(deadline)
+    # counts
+    device = like[0].device
+    mine = torch.tensor([0 if g is None else g._nnz() for g in grads], device=device)
+    counts = torch.zeros(group.size, len(grads), dtype=torch.int64, device=device)
+    outcome = group.all_gather(counts, mine).wait(deadline)
     if isinstance(outcome, Lost):
-        return outcome, None
-    most = int(counts.max())
-    ids = torch.zeros(most, dtype=torch.int64, device=like.device)
-    values = torch.zeros(most, *shape, dtype=like.dtype, device=like.device)
-    if mine is not None:
-        ids[:rows] = mine.indices()[0]
-        torch.mul(mine.values(), weight, out=values[:rows])
-    all_ids = torch.zeros(group.size, most, dtype=torch.int64, device=like.device)
-    all_values = torch.zeros(group.size, most, *shape, dtype=like.dtype, device=like.device)
-    works = [group.all_gather(all_ids, ids), group.all_gather(all_values, values)]
-    for work in works:
-        outcome = work.wait(deadline)
-        if isinstance(outcome, Lost):
-            return outcome, None
-    keep = [slice(0, int(n)) for n in counts[:, 0]]
-    cat_ids = torch.cat([all_ids[r][k] for r, k in enumerate(keep)])
-    cat_values = torch.cat([all_values[r][k] for r, k in enumerate(keep)])
-    total = torch.sparse_coo_tensor(cat_ids[None], cat_values, size=like.shape, check_invariants=False)
-    return outcome, total.coalesce()
+        return outcome, [None] * len(grads)
+    every = counts.tolist()
+    # rows
+    lengths = [sum(_block(n, p) for n, p in zip(row, like, strict=True)) for row in every]
+    block = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    for (ids, values), grad in zip(_views(block, every[group.rank], like), grads, strict=True):
+        if grad is not None:
+            ids.copy_(grad._indices()[0])
+            values.copy_(grad._values())
+    blocks = torch.empty(group.size, block.numel(), dtype=torch.uint8, device=device)
+    outcome = group.all_gather(blocks, block).wait(deadline)
+    if isinstance(outcome, Lost):
+        return outcome, [None] * len(grads)
+    # add
+    parts = [_views(blocks[r], every[r], like) for r in range(group.size)]
+    return outcome, [_add([p[i] for p in parts], table) for i, table in enumerate(like)]
+
+
+def _add(parts: list[tuple[Tensor, Tensor]], table: Tensor) -> Tensor | None:
+    ids = torch.cat([ids for ids, _ in parts])
+    if not ids.numel():
+        return None
+    values = torch.cat([values for _, values in parts])
+    return torch.sparse_coo_tensor(ids[None], values, size=table.shape, check_invariants=False).coalesce()
+
+
+def _block(rows: int, table: Tensor) -> int:
+    """Bytes that this many rows of a table take in a block: ids, then values, each aligned."""
+    return _aligned(8 * rows) + _aligned(rows * math.prod(table.shape[1:]) * table.element_size())
+
+
+def _views(block: Tensor, rows: Sequence[int], like: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(ids, values) of each table inside a block of bytes."""
+    views, at = [], 0
+    for n, table in zip(rows, like, strict=True):
+        nbytes = n * math.prod(table.shape[1:]) * table.element_size()
+        ids = block[at : at + 8 * n].view(torch.int64)
+        at += _aligned(8 * n)
+        values = block[at : at + nbytes].view(table.dtype).view(n, *table.shape[1:])
+        at += _aligned(nbytes)
+        views.append((ids, values))
+    return views
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

@@ -87,7 +87,10 @@ class Numbers:
 
     def keep(self) -> None:
         self.state = {k: _plain(v) for k, v in self.scheduler.state_dict().items()}
-        self.groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.scheduler.optimizer.param_groups]
+        self.groups = [
+            {k: _plain(v) for k, v in g.items() if k != "params"}
+            for g in self.scheduler.optimizer.param_groups
+        ]
 
     def put_back(self) -> None:
         self.scheduler.load_state_dict(copy.deepcopy(self.state))
@@ -159,7 +162,9 @@ class PreImage:
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(x.data_ptr() == y.data_ptr() and x.shape == y.shape for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x.data_ptr() == y.data_ptr() and x.shape == y.shape for x, y in zip(a, b, strict=True)
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,15 @@ class Parts(Protocol):
 class Feed:
     """One prepared loader's engine: epochs, marks and rewinds."""
 
-    def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int, group: Group, device: torch.device, machine: Machine) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        cut: Cut,
+        seed: int,
+        group: Group,
+        device: torch.device,
+        machine: Machine,
+    ) -> None:
         self.user, self.cut, self.device, self.machine = loader, cut, device, machine
         streams = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
         self.parts: Parts = StreamParts(loader, cut, seed, group) if streams else MapParts(loader, cut, seed)
@@ -86,7 +94,13 @@ class Feed:
         entry = self.ledger.epochs.get(epoch)
         if entry is not None and entry.committed:
             self.machine.emit(
-                EpochDone(rank=self.cut.rank, epoch=epoch, committed=entry.committed, expected=entry.planned, loader=self.index)
+                EpochDone(
+                    rank=self.cut.rank,
+                    epoch=epoch,
+                    committed=entry.committed,
+                    expected=entry.planned,
+                    loader=self.index,
+                )
             )
 
     def evaluate(self) -> Iterator[Any]:
@@ -125,7 +139,9 @@ def prepare_loader(loader: DataLoader[Any], feed: Feed) -> DataLoader[Any]:
     """A copy of the loader that iterates through `feed`."""
     prepared = copy.copy(loader)
     cls = type(loader)
-    prepared.__class__ = type(cls.__name__, (PreparedLoader, cls) if cls is not DataLoader else (PreparedLoader,), {})
+    prepared.__class__ = type(
+        cls.__name__, (PreparedLoader, cls) if cls is not DataLoader else (PreparedLoader,), {}
+    )
     prepared.__dict__["_feed"] = feed
     return prepared
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,20 +53,35 @@ def equalise(tensors: Iterable[Tensor], group: Group) -> None:
         wire = wire.to(torch.uint8) if dtype is torch.bool else wire
         outcome = group.broadcast(wire).wait(Deadline.after(START_LIMIT_S))
         if isinstance(outcome, Lost):
-            raise PeerLost(f"a peer was lost while the first weights were sent: {outcome.reason}", peers=outcome.peers)
+            raise PeerLost(
+                f"a peer was lost while the first weights were sent: {outcome.reason}", peers=outcome.peers
+            )
         for tensor, piece in zip(same, wire.split([t.numel() for t in same]), strict=True):
             tensor.copy_(piece.view(tensor.shape).to(dtype))
 
 
+class Inert:
+    """What a hook or an override of ours becomes in a copy of the model (deepcopy, pickle): nothing.
+
+    A copied model belongs to nobody's run until it is prepared itself.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+
 class Watch:
-    """Times a model's forward and backward, and says when a forward ran."""
+    """Times a model's forward and backward. Its hooks do nothing in a copy of the model."""
 
     def __init__(self, model: nn.Module, machine: Machine) -> None:
         self.machine = machine
         self.entered = 0.0
         self.left = 0.0
-        model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave)
+        model.register_forward_pre_hook(Hook(self._enter))
+        model.register_forward_hook(Hook(self._leave))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.entered = time.perf_counter()
@@ -80,35 +96,77 @@ class Watch:
             self.left = 0.0
 
 
+class Hook:
+    """A module hook that stays behind when the module is copied."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args)
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+
+class Override:
+    """A method of ours on a module instance; in a copy it is the class's own method again."""
+
+    def __init__(self, module: nn.Module, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.module, self.name = module, name
+        self.fn = wrap(getattr(module, name))
+        module.__dict__[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _own_method, (self.module, self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own_method(memo[id(self.module)], self.name)
+
+
+def _own_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    return types.MethodType(getattr(type(module), name), module)
+
+
 def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Forward under autocast; outputs come back in float32, so losses are taken in full precision."""
-    inner = model.forward
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, dtype=dtype):
-            out = inner(*args, **kwargs)
-        return map_tree(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, out)
+    def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device.type, dtype=dtype):
+                out = inner(*args, **kwargs)
+            return map_tree(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, out)
 
-    model.forward = forward  # type: ignore[method-assign]
+        return forward
+
+    Override(model, "forward", wrap)
 
 
 def watch_zero_grad(model: nn.Module, machine: Machine) -> None:
     """model.zero_grad() takes back provisional gradients as optimizer.zero_grad() does."""
-    inner = model.zero_grad
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        params = list(model.parameters())
-        for sync in machine.syncs:
-            sync.withdraw(params)
-        inner(set_to_none=set_to_none)
+    def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(set_to_none: bool = True) -> None:
+            params = list(model.parameters())
+            for sync in machine.syncs:
+                sync.withdraw(params)
+            inner(set_to_none=set_to_none)
 
-    model.zero_grad = zero_grad  # type: ignore[method-assign]
+        return zero_grad
+
+    Override(model, "zero_grad", wrap)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
     """The plain state dict: the user's own key names, tied weights under every name."""
-    return {plain_name(key): value.detach() for key, value in unwrapped(model).state_dict().items() if isinstance(value, Tensor)}
+    return {
+        plain_name(key): value.detach()
+        for key, value in unwrapped(model).state_dict().items()
+        if isinstance(value, Tensor)
+    }
 
 
 class Ran:
@@ -122,7 +180,7 @@ class Ran:
         for module in model.modules():
             own = [known[id(p)] for p in module.parameters(recurse=False) if id(p) in known]
             if own:
-                module.register_forward_pre_hook(functools.partial(self._note, own))
+                module.register_forward_pre_hook(Hook(functools.partial(self._note, own)))
 
     def _note(self, own: list[str], module: nn.Module, args: Any) -> None:
         self.ran.update(own)

@@ -39,7 +39,9 @@ class Phase:
         self._skip(sys._getframe(1))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if self.rank != 0:
             self._untrace()
             return kind is _Skipped

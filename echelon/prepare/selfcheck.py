@@ -36,22 +36,43 @@ def divisor_of(loss: Tensor) -> Divisor | None:
             return None
         name = type(node).__name__
         if name.startswith("NllLoss") and node._saved_reduction == 1:
-            return Divisor(value * float(node._saved_total_weight), what or "cross_entropy: the targets that are not ignored")
+            return Divisor(
+                value * float(node._saved_total_weight),
+                what or "cross_entropy: the targets that are not ignored",
+            )
         if name == "MeanBackward0":
             return Divisor(value * _numel(node), what or "mean: its elements")
-        if name in ("MseLossBackward0", "SmoothL1LossBackward0", "BinaryCrossEntropyWithLogitsBackward0", "HuberLossBackward0"):
+        if name in (
+            "MseLossBackward0",
+            "SmoothL1LossBackward0",
+            "BinaryCrossEntropyWithLogitsBackward0",
+            "HuberLossBackward0",
+        ):
             if getattr(node, "_saved_reduction", 0) == 1:
                 return Divisor(value * float(node._saved_self.numel()), what or "mean: its elements")
-            return Divisor(value, what or "a sum", is_sum=value == 1.0) if getattr(node, "_saved_reduction", 0) == 2 else None
+            return (
+                Divisor(value, what or "a sum", is_sum=value == 1.0)
+                if getattr(node, "_saved_reduction", 0) == 2
+                else None
+            )
         if name == "SumBackward0":
             return Divisor(value, what or "a sum", is_sum=value == 1.0)
         if name == "DivBackward0":
             by = node._saved_other
             if by is not None and (not isinstance(by, Tensor) or by.numel() == 1):
                 value, what = value * float(by), "the division by a count"
-        elif name not in ("MulBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "CloneBackward0"):
+        elif name not in (
+            "MulBackward0",
+            "NegBackward0",
+            "ToCopyBackward0",
+            "ViewBackward0",
+            "SqueezeBackward0",
+            "CloneBackward0",
+        ):
             return None
-        following = [fn for fn, _ in node.next_functions if fn is not None and type(fn).__name__ != "AccumulateGrad"]
+        following = [
+            fn for fn, _ in node.next_functions if fn is not None and type(fn).__name__ != "AccumulateGrad"
+        ]
         node = following[0] if len(following) == 1 else None
     return None
 
@@ -107,9 +128,16 @@ class LossWatch:
             self.original = None
 
 
-def halves_agree(loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> tuple[float, float] | None:
+def halves_agree(
+    loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any
+) -> tuple[float, float] | None:
     """run.step's check: the loss of a part against the weighted mean of its halves; None when they agree or cannot be cut."""
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.dim() == 0 or target.dim() == 0:
+    if (
+        not isinstance(output, Tensor)
+        or not isinstance(target, Tensor)
+        or output.dim() == 0
+        or target.dim() == 0
+    ):
         return None
     n = output.shape[0]
     if n < 2 or target.shape[0] != n:
@@ -117,6 +145,9 @@ def halves_agree(loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any
     half = n // 2
     with torch.no_grad():
         whole = float(loss_fn(output.detach(), target))
-        first, second = float(loss_fn(output.detach()[:half], target[:half])), float(loss_fn(output.detach()[half:], target[half:]))
+        first, second = (
+            float(loss_fn(output.detach()[:half], target[:half])),
+            float(loss_fn(output.detach()[half:], target[half:])),
+        )
     mean = (first * half + second * (n - half)) / n
     return None if abs(whole - mean) <= 1e-4 * max(1e-6, abs(whole), abs(mean)) else (whole, mean)

@@ -101,10 +101,10 @@ class Collapser:
         return self._ready()
 
     def flush(self) -> list[Line]:
-        for rank in {rank for rank, _ in self._partial}:
-            self.finish(rank)
+        """Everything that is left."""
+        ready = [line for rank in {rank for rank, _ in self._partial} for line in self.finish(rank)]
         held, self._held = self._held, []
-        return [Line(h.stream, tuple(sorted(h.ranks)), h.text) for h in held]
+        return ready + [Line(h.stream, tuple(sorted(h.ranks)), h.text) for h in held]
 
     def _hold(self, rank: int, stream: str, data: bytes, skip: bytes) -> None:
         if skip and data == skip:
@@ -114,22 +114,25 @@ class Collapser:
         text = clean(data)
         if not text and (b"\r" in data or skip):
             return
+        # a new line stands right behind the worker's own last one, so that what the others said after it can still match
         start = 1 + max((i for i, held in enumerate(self._held) if rank in held.ranks), default=-1)
         for held in self._held[start:]:
             if held.text == text and held.stream == stream:
                 held.ranks.append(rank)
                 return
-        self._held.append(_Held(stream, text, self._clock(), [rank]))
+        self._held.insert(start, _Held(stream, text, self._clock(), [rank]))
 
     def _ready(self) -> list[Line]:
-        """The head of the queue, as far as it is complete or old enough."""
+        """The head of the queue: as far as every worker said it, or up to the last line that is old enough."""
         now, alive = self._clock(), self._num_workers - len(self._over)
         count = 0
         for held in self._held:
-            complete = sum(1 for rank in held.ranks if rank not in self._over) >= alive
-            if not complete and now - held.since < self._window_s and len(self._held) - count <= MAX_HELD:
+            if sum(1 for rank in held.ranks if rank not in self._over) < alive:
                 break
             count += 1
+        for index, held in enumerate(self._held):  # what is old takes along all that stands before it
+            if now - held.since >= self._window_s or len(self._held) - index > MAX_HELD:
+                count = max(count, index + 1)
         ready, self._held = self._held[:count], self._held[count:]
         return [Line(h.stream, tuple(sorted(h.ranks)), h.text) for h in ready]
 

@@ -27,8 +27,8 @@ class Display:
     """Shows a run to a person. Feed it events (`handle` is a Sink), lines of workers, and call `tick` often.
 
     What the run says goes to `err`, what scripts print to `out` or `err` as they chose. `live` draws a moving line
-    (default: when `err` is a terminal); otherwise a plain line at the first step and every 10 s. Not thread-safe: one
-    thread calls it. close() takes the live line away and is safe to call again.
+    (default: when `err` is a terminal; `own_prints`: this process prints too, so its prints are led above that line);
+    otherwise a plain line at the first step and every 10 s. Not thread-safe: one thread calls it. close() takes the live line away and is safe to call again.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Display:
         out: IO[str] | None = None,
         err: IO[str] | None = None,
         live: bool | None = None,
+        own_prints: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         self.progress = Progress(num_workers)
@@ -48,6 +49,7 @@ class Display:
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._live_wanted = _is_terminal(self._err) if live is None else live
         self._live: Live | None = None
+        self._own_prints = own_prints
         self._next_draw = self._next_plain = 0.0
         self._last_plain = ""
         self._told: set[str] = set()
@@ -119,7 +121,7 @@ class Display:
             return
         if self._live is None:
             self._live = Live(console=_console(self._err), auto_refresh=False, transient=True,
-                              redirect_stdout=False, redirect_stderr=False)  # fmt: skip
+                              redirect_stdout=self._own_prints, redirect_stderr=self._own_prints)  # fmt: skip
             self._live.start()
         self._live.update(live_lines(self.progress), refresh=True)
 
@@ -183,8 +185,7 @@ def bar(shares: Sequence[float], columns: int, names: Sequence[str]) -> list[tup
 
 
 def _counters(progress: Progress) -> list[str]:
-    of = f"/{progress.num_steps}" if progress.num_steps else ""
-    items = [f"step {progress.step}{of}", f"epoch {progress.epoch}"]
+    items = [f"step {progress.step}", f"epoch {progress.epoch}"]
     if progress.phase:
         items.append(f"phase {progress.phase}")
     if progress.samples_per_s:

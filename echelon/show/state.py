@@ -52,7 +52,6 @@ class Progress:
     num_workers: int = 1
     step: int = 0
     epoch: int = 0
-    num_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
@@ -66,7 +65,8 @@ class Progress:
         if isinstance(event, Beat):
             self.beats[rank] = event
             self.step, self.epoch = max(self.step, event.step), max(self.epoch, event.epoch)
-            self.num_steps = event.num_steps or self.num_steps
+            if self.samples == 0:
+                self._recent.clear()  # what came before the first sample was not training
             self._recent.append((now, self.samples, self.split))
             while len(self._recent) > 2 and now - self._recent[1][0] > RECENT_S:
                 self._recent.popleft()

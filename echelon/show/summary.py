@@ -14,7 +14,9 @@ def summary(
     progress: Progress, *, name: str, run_dir: Path, wall_s: float, memory: Mapping[int, int]
 ) -> list[str]:
     """The lines of the end of run `name`; `memory` is each worker's peak in bytes."""
-    lines = [f"run {name} finished in {duration(wall_s)}{_work(progress)}"]
+    lines = [f"run {name} finished in {duration(wall_s)}"]
+    if progress.step:
+        lines.append(f"  {_work(progress)}")
     if progress.metrics:
         names = sorted(progress.metrics, key=lambda key: key != "loss")
         lines.append("  last " + ", ".join(f"{key} {number(progress.metrics[key])}" for key in names))
@@ -46,9 +48,7 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
 
 
 def _work(progress: Progress) -> str:
-    if not progress.step:
-        return ""
-    text = f": {progress.step:,} steps"
+    text = f"{progress.step:,} steps"
     if progress.samples:
         text += f", {progress.samples:,} samples"
         busy = max((beat.total_s for beat in progress.beats.values()), default=0.0)

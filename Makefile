@@ -1,0 +1,45 @@
+# Everything happens in .venv, which `make setup` fills. `make` alone lists the targets.
+
+PYTHON ?= python3
+# Pinned, because a bare `torch` pulls gigabytes of CUDA. Another build: make setup TORCH="torch==2.13.0 --index-url URL"
+TORCH ?= torch==2.13.0
+
+PY := .venv/bin/python
+READY := .venv/.ready
+
+.PHONY: help setup demo test test-all check bench clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(READY) ## fill .venv; again only after pyproject.toml changed
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Echelon needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make setup PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+demo: setup ## one script on 1, 2 and 4 workers, and the same result
+	@$(PY) examples/demo.py
+
+test: setup ## the stated sample of the tests: all but those marked slow, under 15 minutes
+	@$(PY) -m pytest -m "not slow"
+
+test-all: setup ## every test
+	@$(PY) -m pytest
+
+check: setup ## format, lint, strict types, layers
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest tests/unit/test_layers.py
+
+bench: setup ## step times against torch's own; writes benchmarks/results (no part of the tests)
+	@$(PY) benchmarks/run.py $(ARGS)
+
+clean: ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,279 @@
+"""`echelon run` on one machine: what scripts see, what people see, and what is in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import environment, leftovers, segments, wait_for_nothing
+
+SHOW_SELF = """
+    import json, os, sys
+    here = {"argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": __file__, "main": sys.modules["__main__"].__file__}
+    open(f"seen-{os.environ.get('RANK', 'plain')}.json", "w").write(json.dumps(here))
+"""
+
+
+def test_a_script_sees_what_plain_python_would_show_it(echelon_run, tmp_path):
+    result = echelon_run(SHOW_SELF, "--lr", "0.1", "--", "-m", workers=2)
+    assert result.code == 0, result.err
+    subprocess.run([sys.executable, "train.py", "--lr", "0.1", "--", "-m"], cwd=tmp_path, check=True,
+                   env={k: v for k, v in os.environ.items() if k != "RANK"})  # fmt: skip
+    plain = (tmp_path / "seen-plain.json").read_text()
+    assert (tmp_path / "seen-0.json").read_text() == (tmp_path / "seen-1.json").read_text() == plain
+
+
+def test_a_module_sees_what_plain_python_would_show_it(start_run, tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "go.py").write_text(textwrap.dedent(SHOW_SELF))
+    command = [sys.executable, "-m", "echelon", "run", "--workers", "1", "-m", "pack.go", "--x"]
+    subprocess.run(command, cwd=tmp_path, check=True, env=environment(tmp_path), capture_output=True)
+    subprocess.run([sys.executable, "-m", "pack.go", "--x"], cwd=tmp_path, check=True)
+    assert (tmp_path / "seen-0.json").read_text() == (tmp_path / "seen-plain.json").read_text()
+
+
+def test_every_process_knows_its_place_and_no_script_sees_the_token(echelon_run):
+    result = echelon_run("""
+        import os
+        names = ["RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ROLE"]
+        print(*[os.environ["ECHELON_" + n] for n in names], os.environ["RANK"], os.environ["WORLD_SIZE"])
+        print("ECHELON_TOKEN" in str(dict(os.environ)))
+    """, workers=2, options=("--name", "here"))  # fmt: skip
+    assert result.code == 0, result.err
+    assert "here 0 0 2 worker 0 2" in result.out
+    assert "here 1 1 2 worker 1 2" in result.out
+    assert "False (×2)" in result.out
+
+
+def test_lines_carry_host_and_rank_and_equal_ones_are_counted(echelon_run):
+    result = echelon_run("""
+        import os, sys
+        print("same for all")
+        print("mine is", os.environ["RANK"])
+        sys.stdout.buffer.write(b"caf\\xe9 \\xff\\n")
+        sys.stderr.write("10%\\r50%\\r100%\\n")
+        print("no end", end="")
+    """, workers=3)  # fmt: skip
+    host = os.uname().nodename.split(".")[0]
+    assert f"[{host}:0-2] same for all (×3)\n" in result.out
+    for rank in range(3):
+        assert f"[{host}:{rank}] mine is {rank}\n" in result.out
+    assert f"[{host}:0-2] 100% (×3)" in result.err
+    assert f"[{host}:0-2] no end (×3)" in result.out
+    assert b"caf\xe9 \xff\n" in (result.run_dir / "logs" / "worker-1.log").read_bytes()
+
+
+def test_threads_are_shared_out_and_it_says_so(echelon_run):
+    cores = len(os.sched_getaffinity(0))
+    result = echelon_run("import os; print('threads', os.environ['OMP_NUM_THREADS'])", workers=2)
+    assert f"threads {max(1, cores // 2)} (×2)" in result.out
+    assert f"2 workers × {max(1, cores // 2)} thread" in result.err
+    result = echelon_run("import os; print('threads', os.environ['OMP_NUM_THREADS'])", workers=2,
+                         env={"OMP_NUM_THREADS": "3"})  # fmt: skip
+    assert "threads 3 (×2)" in result.out
+    assert "OMP_NUM_THREADS" in result.err
+
+
+def test_the_run_folder_tells_everything(echelon_run, tmp_path):
+    result = echelon_run("print('x')", "--a", workers=2, options=("--set", "accumulate=3"))
+    record = result.record
+    assert (record["script"], record["args"], record["num_workers"], record["code"]) == (
+        "train.py",
+        ["--a"],
+        2,
+        0,
+    )
+    assert record["strategy"]["accumulate"] == 3
+    assert record["set_by_user"] == {"accumulate": 3}
+    processes = json.loads((result.run_dir / "processes.json").read_text())
+    assert {(p["role"], p["rank"]) for p in processes} >= {("worker", 0), ("worker", 1), ("coordinator", 0)}
+    assert all(p["pid"] and p["host"] and p["started"] for p in processes)
+    assert all(p["code"] == 0 for p in processes)
+    kinds = [event["event"] for event in result.events]
+    assert kinds.count("ProcessEnded") == 2
+    assert kinds.count("Left") == 2
+    assert kinds[-1] == "RunEnded"
+    assert result.run_dir.name.startswith("train-20")
+    assert (tmp_path / "runs" / "latest").resolve() == result.run_dir
+
+
+def test_the_token_lies_in_a_file_of_its_owner_while_the_run_lasts(start_run, tmp_path):
+    running = start_run("import time; print('up', flush=True); time.sleep(60)", workers=1)
+    running.until(lambda: running.shows("up"))
+    token = running.run_dir / "token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    secret = token.read_text().strip()
+    for pid in [running.pid("worker"), running.pid("coordinator"), running.process.pid]:
+        assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait().code == 143
+    assert not token.exists()
+    assert all(secret not in file.read_text() for file in running.run_dir.rglob("*.json*"))
+
+
+def test_two_runs_started_in_the_same_second_both_work(start_run, tmp_path):
+    first, second = start_run("print('one')", workers=2), start_run("print('one')", workers=2)
+    assert (first.wait().code, second.wait().code) == (0, 0)
+    assert len([p for p in (tmp_path / "runs").iterdir() if not p.is_symlink()]) == 2
+
+
+def test_a_worker_that_ends_early_is_no_error(echelon_run):
+    result = echelon_run("""
+        import os, time
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+        print("end of", os.environ["RANK"])
+    """)  # fmt: skip
+    assert result.code == 0
+    assert "end of 1" in result.out
+
+
+@pytest.mark.case("coordinator restarts")
+def test_the_coordinator_is_killed_and_the_run_goes_on(start_run, tmp_path):
+    before = segments()
+    running = start_run("""
+        import time
+        from echelon.clock import Deadline
+        from echelon.control.member import current
+        print("up", flush=True)
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            time.sleep(0.05)
+        current().call("store.set", Deadline.after(5), key="k", value=b"1")
+        print("still served")
+    """)  # fmt: skip
+    running.until(lambda: running.shows("up"))
+    first = running.pid("coordinator")
+    running.kill("coordinator")
+    running.until(lambda: running.pid("coordinator") not in (None, first))
+    result = running.wait()
+    assert result.code == 0, result.err
+    assert "still served (×2)" in result.out
+    assert "is started again" in result.err
+    assert leftovers(tmp_path, before) == []
+
+
+def test_stop_status_logs_and_runs(start_run, tmp_path):
+    def echelon(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "echelon", *args], cwd=tmp_path, env=environment(tmp_path),
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+
+    before = segments()
+    running = start_run("import time; print('up', flush=True); time.sleep(60)", options=("--name", "long"))
+    running.until(lambda: running.shows("up"))
+    report = json.loads(echelon("status", "latest", "--json").stdout)
+    assert (report["name"], report["state"]) == ("long", "running")
+    assert {p["role"] for p in report["processes"] if p["alive"]} == {
+        "supervisor",
+        "guard",
+        "coordinator",
+        "worker",
+    }
+    assert "long" in echelon("runs").stdout
+    assert echelon("logs", "long", "--rank", "1").stdout == "up\n"
+    missing = echelon("logs", "long", "--rank", "9")
+    assert (missing.returncode, "worker-0" in missing.stderr) == (2, True)
+    again = echelon("run", "--name", "long", "train.py")
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+    stopped = echelon("stop", "long")
+    assert stopped.returncode == 0, stopped.stderr
+    assert running.wait(5).code == 143
+    wait_for_nothing(tmp_path, before, 3.0)
+    assert "stopped (143)" in echelon("runs").stdout
+    assert "over already" in echelon("stop", "long").stdout
+
+
+def test_logs_follow_until_the_run_is_over(start_run, tmp_path):
+    running = start_run("""
+        import time
+        for i in range(3):
+            print("line", i, flush=True)
+            time.sleep(0.4)
+    """, workers=1)  # fmt: skip
+    running.until(lambda: running.pid("worker"))
+    command = [sys.executable, "-m", "echelon", "logs", "latest", "--follow"]
+    followed = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=30
+    )
+    assert followed.stdout == "line 0\nline 1\nline 2\n"
+    assert running.wait().code == 0
+
+
+def test_nobody_reads_any_more(tmp_path, start_run):
+    (tmp_path / "train.py").write_text("while True: print('spam ' * 20)\n")
+    before = segments()
+    command = f"{sys.executable} -m echelon run --workers 2 train.py | head -3"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment(tmp_path), capture_output=True, timeout=30
+    )
+    assert done.stdout.count(b"\n") == 3
+    assert b"Traceback" not in done.stderr
+    wait_for_nothing(tmp_path, before, 5.0)
+
+
+@pytest.mark.case("the world does not form")
+def test_a_worker_that_never_reports_is_named(tmp_path):
+    (tmp_path / "train.py").write_text("print('never')")
+    stuck = """
+        import os, sys, time
+        if os.environ.get("ECHELON_RANK") == "1" and "worker" in sys.orig_argv:
+            print("stuck before the first line", flush=True)
+            time.sleep(300)
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(stuck))
+    program = "from echelon.launch import supervisor; supervisor.JOIN_TIMEOUT_S = 1.5; import echelon.cli; echelon.cli.main()"
+    env = environment(tmp_path)
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    before = segments()
+    command = [sys.executable, "-c", program, "run", "--workers", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 69, done.stderr
+    assert "the world did not form: no word from worker 1 in 1.5 s" in done.stderr
+    assert "stuck before the first line" in done.stderr
+    wait_for_nothing(tmp_path, before, 3.0)
+
+
+def test_a_coordinator_that_cannot_start_is_told(tmp_path):
+    (tmp_path / "train.py").write_text("print('never')")
+    broken = """
+        import os, sys
+        if "coordinator" in sys.orig_argv:
+            os.write(2, b"no coordinator today\\n")
+            os._exit(3)
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(broken))
+    env = environment(tmp_path)
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "echelon", "run", "--workers", "1", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 69, done.stderr
+    assert "no coordinator today" in done.stderr
+
+
+def test_tensorboard_files_on_request(echelon_run):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    result = echelon_run("""
+        from echelon.control.member import current
+        from echelon.events import Logged
+        for step in (1, 2):
+            current().emit(Logged(step=step, values={"loss": 0.5 * step}, weight=1.0))
+    """, options=("--set", "tensorboard=true"))  # fmt: skip
+    assert result.code == 0, result.err
+    (file,) = (result.run_dir / "tensorboard").iterdir()
+    found = [
+        (e.step, v.tag, v.tensor.float_val[0])
+        for e in EventFileLoader(str(file)).Load()
+        for v in e.summary.value
+    ]
+    assert found == [(1, "loss", 0.5), (2, "loss", 1.0)]

@@ -1,0 +1,147 @@
+"""Progress, summary and the failure block: events in, words out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from echelon.clock import FakeClock
+from echelon.events import (
+    Beat,
+    EpochDone,
+    Facts,
+    Failed,
+    Left,
+    Logged,
+    Metric,
+    PhaseChanged,
+    Said,
+    StepLost,
+    Warned,
+)
+from echelon.launch.blame import Exit, judge
+from echelon.show.ended import failure_block
+from echelon.show.progress import Display, bar, live_lines, plain_line
+from echelon.show.state import Progress, duration, number
+from echelon.show.summary import summary
+
+
+def beat(rank: int, step: int, samples: int, seconds: float) -> Beat:
+    return Beat(rank=rank, step=step, epoch=1, samples=samples, data_s=0.1 * seconds, forward_s=0.3 * seconds,
+                backward_s=0.4 * seconds, wait_s=0.1 * seconds, total_s=seconds)  # fmt: skip
+
+
+def trained() -> Progress:
+    progress = Progress(num_workers=2)
+    for second in range(4):
+        for rank in (0, 1):
+            progress.take(beat(rank, 10 * second, 100 * second, float(second)), 50.0 + second)
+    progress.take(Metric(step=31, values={"accuracy": 0.5, "loss": 0.123456}), 54.0)
+    return progress
+
+
+def test_a_plain_line_says_it_all():
+    assert plain_line(trained()) == (
+        "step 31 · epoch 1 · 200 samples/s · loss 0.1235 · accuracy 0.5 · "
+        "data 10% forward 30% backward 40% waiting 10%"
+    )
+
+
+def test_the_live_lines_are_cut_at_the_width_of_the_terminal():
+    from rich.console import Console
+
+    progress = trained()
+    progress.take(Metric(step=31, values={f"metric_{i}": 1.0 for i in range(20)}), 55.0)
+    for width in (20, 80):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(live_lines(progress))
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) == 2
+        assert all(len(line) <= width for line in lines)
+
+
+def test_a_bar_never_exceeds_its_columns():
+    assert bar([0.5, 0.25, 0.25], 16, ["a", "b", "c"]) == [("a", 8), ("b", 4), ("c", 4), ("", 0)]
+    assert sum(columns for _, columns in bar([0.33, 0.33, 0.33], 10, ["a", "b", "c"])) == 10
+
+
+def test_one_workers_log_is_already_the_average():
+    alone, two = Progress(1), Progress(2)
+    for progress in (alone, two):
+        progress.take(Logged(step=1, values={"loss": 1.0}, weight=1.0), 0.0)
+    assert (alone.metrics, two.metrics) == ({"loss": 1.0}, {})
+
+
+def test_without_a_terminal_a_line_at_the_first_step_and_then_every_ten_seconds():
+    clock, out, err = FakeClock(100.0), io.StringIO(), io.StringIO()
+    display = Display(num_workers=1, out=out, err=err, clock=clock)
+    for step in range(1, 26):
+        display.handle(beat(0, step, step * 8, float(step)))
+        clock.advance(1.0)
+    assert [line.split(" ·")[0] for line in err.getvalue().splitlines()] == ["step 1", "step 11", "step 21"]
+    assert out.getvalue() == ""
+
+
+def test_facts_and_warnings_are_told_once():
+    err, out = io.StringIO(), io.StringIO()
+    display = Display(num_workers=2, out=out, err=err)
+    for rank in (0, 1):
+        display.handle(Facts(rank=rank, lines=["global batch 64", "same answer"]))
+        display.handle(Warned(rank=rank, message="the mean is biased by 1.2\nuse run.mean"))
+    display.handle(StepLost(rank=0, step=3, batches=1, reason="worker 1 is gone"))
+    display.handle(EpochDone(rank=0, epoch=0, committed=99, expected=100))
+    display.handle(Said(rank=0, text="for people"))
+    assert err.getvalue().splitlines() == [
+        "global batch 64", "same answer", "warning (worker 0): the mean is biased by 1.2", "  use run.mean",
+        "step 3 did not meet (worker 1 is gone): nothing was applied, 1 batch run again",
+        "warning (worker 0): epoch 0 committed 99 of 100 samples",
+    ]  # fmt: skip
+    assert out.getvalue() == "for people\n"
+
+
+def test_a_phase_is_shown_while_it_lasts():
+    progress = trained()
+    progress.take(PhaseChanged(rank=0, name="tokenize", state="at", share=0.47), 60.0)
+    assert "phase tokenize 47%" in plain_line(progress)
+    progress.take(PhaseChanged(rank=0, name="tokenize", state="over"), 61.0)
+    assert "tokenize" not in plain_line(progress)
+
+
+def test_a_summary_fits_80_columns():
+    progress = trained()
+    progress.take(Left(rank=0, step=31), 60.0)
+    lines = summary(
+        progress, name="train-20261115-ab12", run_dir=Path("/x/runs/r"), wall_s=75.2, memory={0: 3 << 30}
+    )
+    assert lines[0] == "run train-20261115-ab12 finished in 1 min 15 s"
+    assert lines[1] == "  31 steps, 600 samples, 200 samples/s"
+    assert any(line.split() == ["0", "31", "300", "10%", "30%", "40%", "10%", "3.0", "GiB"] for line in lines)
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_numbers_and_times_as_people_say_them():
+    assert [number(x) for x in (0.123456, 3.0, 1e-9, float("nan"))] == ["0.1235", "3", "1e-09", "nan"]
+    assert [duration(x) for x in (0.31, 75.0, 7300.0)] == ["0.3 s", "1 min 15 s", "2 h 1 min"]
+
+
+def test_the_failure_block_ends_with_the_consequences():
+    failed = Failed(
+        time=1.0,
+        rank=1,
+        host="box",
+        step=17,
+        code=1,
+        error="ValueError: bad",
+        traceback="Traceback\nValueError: bad",
+    )
+    lost = Failed(
+        time=1.1, rank=0, host="box", step=17, code=1, error="PeerLost: x", traceback="", consequence=True
+    )
+    verdict = judge({2: Exit(2, 143, 2.0, ours=True)}, [failed, lost])
+    block = failure_block(
+        verdict, host="box", step=16, log=Path("logs/worker-1.log"), cause="", log_tail=[], style=False
+    )
+    assert block == [
+        "", "worker 1 on box failed at step 17: ValueError: bad", "Traceback", "ValueError: bad",
+        "log: logs/worker-1.log (worker 1 on box, step 17)", "2 other workers failed as a consequence (0,2)",
+    ]  # fmt: skip
