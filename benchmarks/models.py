@@ -10,7 +10,9 @@ from torch.utils.data import TensorDataset
 
 def mlp() -> nn.Module:
     """About 1 M parameters."""
-    return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 640), nn.ReLU(), nn.Linear(640, 100))
+    return nn.Sequential(
+        nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 640), nn.ReLU(), nn.Linear(640, 100)
+    )
 
 
 class Block(nn.Module):
@@ -44,7 +46,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.place = nn.Parameter(torch.zeros(1, 64, width))
-        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, vocab, bias=False)
         self.out.weight = self.embed.weight
@@ -70,9 +74,21 @@ def case(name: str) -> tuple[nn.Module, TensorDataset, int, int]:
     torch.manual_seed(0)
     g = torch.Generator().manual_seed(0)
     if name == "mlp-1m":
-        return mlp(), TensorDataset(torch.randn(2048, 256, generator=g), torch.randint(0, 100, (2048,), generator=g)), 32, 20
+        return (
+            mlp(),
+            TensorDataset(torch.randn(2048, 256, generator=g), torch.randint(0, 100, (2048,), generator=g)),
+            32,
+            20,
+        )
     if name == "resnet18":
-        return resnet18(), TensorDataset(torch.randn(256, 3, 32, 32, generator=g), torch.randint(0, 100, (256,), generator=g)), 4, 3
+        return (
+            resnet18(),
+            TensorDataset(
+                torch.randn(256, 3, 32, 32, generator=g), torch.randint(0, 100, (256,), generator=g)
+            ),
+            4,
+            3,
+        )
     if name == "transformer-25m":
         ids = torch.randint(0, 12000, (256, 33), generator=g)
         return Transformer(), TensorDataset(ids[:, :-1], ids[:, 1:]), 2, 2

@@ -18,7 +18,7 @@ from echelon.run import Run
 from echelon.strategy import Strategy, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import case  # noqa: E402
+from models import case
 
 
 def loss_of(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,11 @@ def optimizer_for(name, model):
 def ours(first: Run, name: str, batch: int, strategy: Strategy):
     run = Run(first.place, strategy, None, first.emit, world=first.world)
     model, data, _, _ = case(name)
-    model, opt, loader = run.prepare(model, optimizer_for(name, model), DataLoader(data, batch_size=batch * first.world_size, shuffle=True, drop_last=True))
+    model, opt, loader = run.prepare(
+        model,
+        optimizer_for(name, model),
+        DataLoader(data, batch_size=batch * first.world_size, shuffle=True, drop_last=True),
+    )
     feed = forever(loader)
 
     def step() -> None:

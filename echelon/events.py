@@ -157,13 +157,6 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said(Event):
-    """A line for people (run.print)."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Failed(Event):
     """A worker's script raised. `consequence` when it only says that another rank failed first."""
 

@@ -88,11 +88,7 @@ def _changes(run: Run) -> list[str]:
     found = []
     if strategy.batch == "per-worker" and several:
         found.append("batch=per-worker makes the batch grow with the workers")
-    if several and any(
-        isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0
-        for model in run.models
-        for m in model.modules()
-    ):
+    if several and any(_drops(m) for model in run.models for m in model.modules()):
         found.append("dropout draws other masks on each worker")
     if several and not strategy.sync_batchnorm and any(norm.has_batchnorm(m) for m in run.models):
         found.append("sync_batchnorm=false keeps BatchNorm's moments local")
@@ -101,20 +97,10 @@ def _changes(run: Run) -> list[str]:
     return found
 
 
-def biased(factor: float, why: str, what: str) -> str:
-    return (
-        f"this loss is not a mean over samples: {why}" + (f" ({what})" if what else "") + ".\n"
-        f"  Some workers' samples count {factor:.3g}× what they would in one process.\n"
-        "  Use run.mean(total, count) for the loss, or declare --set loss=sum if it is a sum on purpose."
-    )
-
-
-def not_a_mean(whole: float, mean: float) -> str:
-    return (
-        f"run.step: the loss of a part is {whole:.6g}, the weighted mean of its two halves {mean:.6g}: it is not a mean over samples.\n"
-        "  Cut over workers it gives another answer than one process.\n"
-        "  Use run.mean for unequal counts, run.gather for losses over pairs of samples, or declare --set loss=sum."
-    )
+def _drops(module: nn.Module) -> bool:
+    """Dropout layers, and modules that keep a rate of their own (LSTM, attention). F.dropout in a forward is not seen."""
+    rate = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, float) and rate > 0.0
 
 
 def refuse_unused(run: Run, optimizer: Any) -> None:

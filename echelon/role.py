@@ -51,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     member.set_current(mine)
+    ending = Ending(mine)
     atexit.register(
-        mine.close
+        ending.close
     )  # the first registered runs last: after all that the script leaves for its end
-    work(mine, script)
+    work(script, ending)
 
 
 def coordinate(where: env.Place, token: str, listen_fd: int) -> None:
@@ -66,28 +67,60 @@ def coordinate(where: env.Place, token: str, listen_fd: int) -> None:
     coordinator.serve(listen_fd, where.run_dir, token)
 
 
-def work(mine: member.Member, script: Sequence[str]) -> NoReturn:
+class Ending:
+    """How a worker takes its leave: events first, then its seat, so that what it said counts."""
+
+    def __init__(self, mine: member.Member) -> None:
+        self.mine, self.code, self.step = mine, 0, 0
+
+    def failed(self, error: BaseException, code: int) -> None:
+        """Tells at once: the others must not wait for this one."""
+        from echelon import failure
+
+        told = failure.describe(
+            error, rank=self.mine.place.rank, host=self.mine.place.host, step=_step(self.mine)
+        )
+        self.mine.emit(told)
+        if not isinstance(error, SystemExit):
+            print(told.traceback, file=sys.stderr, flush=True)
+        elif not isinstance(error.code, int):
+            print(error.code, file=sys.stderr, flush=True)
+        self.code, self.step = code, told.step
+        self._leave()
+
+    def done(self) -> None:
+        """The script came to its end; threads and atexit handlers of its own may still speak."""
+        self.step = _step(self.mine)
+        if self.mine.report is not None:
+            self.mine.emit(self.mine.report())
+
+    def close(self) -> None:
+        if self.code == 0:
+            self.mine.emit(Left(rank=self.mine.place.rank, step=self.step))
+            self._leave()
+        self.mine.close()
+
+    def _leave(self) -> None:
+        """Gives up this rank's seat; if that fails, the supervisor notices the end anyway."""
+        deadline = Deadline.after(LEAVE_S)
+        self.mine.flush(deadline)
+        with contextlib.suppress(EchelonError):
+            self.mine.call("leave", deadline, step=self.step, code=self.code)
+
+
+def work(script: Sequence[str], ending: Ending) -> NoReturn:
     """Runs the script to its end and says how it ended. atexit handlers run after that, as in plain python."""
     try:
         _run(list(script))
     except BaseException as error:
-        from echelon import failure
+        from echelon.failure import exit_code
 
-        code = failure.exit_code(error)
+        code = exit_code(error)
         if code != 0:
             _flush()
-            told = failure.describe(error, rank=mine.place.rank, host=mine.place.host, step=_step(mine))
-            mine.emit(told)
-            if not isinstance(error, SystemExit):
-                print(told.traceback, file=sys.stderr, flush=True)
-            elif not isinstance(error.code, int):
-                print(error.code, file=sys.stderr, flush=True)
-            _leave(mine, code)
+            ending.failed(error, code)
             sys.exit(code)
-    if mine.report is not None:
-        mine.emit(mine.report())
-    mine.emit(Left(rank=mine.place.rank, step=_step(mine)))
-    _leave(mine, 0)
+    ending.done()
     _flush()
     sys.exit(0)
 
@@ -122,12 +155,6 @@ def _is_source(path: str) -> bool:
     with open(path, "rb") as file:
         start = file.read(4)
     return not start.startswith(b"PK\x03\x04") and start != importlib.util.MAGIC_NUMBER
-
-
-def _leave(mine: member.Member, code: int) -> None:
-    """Gives up this rank's seat, so that nobody waits for it; the supervisor notices it too, if this fails."""
-    with contextlib.suppress(EchelonError):
-        mine.call("leave", Deadline.after(LEAVE_S), step=_step(mine), code=code)
 
 
 def _step(mine: member.Member) -> int:

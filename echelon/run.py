@@ -22,13 +22,15 @@ from echelon.events import Beat, Facts, Sink, Warned
 from echelon.faults import ON_PURPOSE
 from echelon.parallel import backward, clip, norm
 from echelon.parallel.average import Average
-from echelon.parallel.exchange import Exchange, ReduceOp, shown_as
+from echelon.parallel.exchange import Exchange, ReduceOp
+from echelon.prepare import evaluate as evaluating
 from echelon.prepare import model as models
 from echelon.prepare import save as saving
-from echelon.prepare import selfcheck
+from echelon.prepare.firststep import FirstStep
 from echelon.prepare.keep import Buffers, Randomness, Tensors, Tracked
 from echelon.prepare.loader import Feed, feed_of, prepare_loader
 from echelon.prepare.log import Log
+from echelon.prepare.mean import Normaliser
 from echelon.prepare.optimizer import PreparedOptimizer, prepared_optimizer, warmup_factor
 from echelon.prepare.phase import Phase
 from echelon.prepare.scheduler import prepare_scaler, prepare_scheduler
@@ -62,15 +64,15 @@ class Run:
         self._owned: set[int] = set()
         self._num_phases = 0
         self.strict_watch = models.Ran() if strategy.strict else None
-        self._mean_group: list[float] = []
-        self._divisors: list[tuple[selfcheck.Divisor | None, int]] = []
-        self._halves_checked = False
+        self.normaliser = Normaliser(self.machine, self.exchange)
+        self.machine.on_lost.append(self.normaliser.forget)
+        self.first_step = FirstStep(self.machine, self.exchange, self._warn)
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
         self.machine.global_loss = self._global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
-        self.machine.before_apply.append(self._first_apply)
+        if self.strict_watch is not None:
+            self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
         self.machine.after_apply.append(self._after_apply)
-        self._watch = selfcheck.LossWatch(self._saw_loss)
         backward.watch_checkpoints()
         if member is not None:
             member.report = self.beat
@@ -192,9 +194,7 @@ class Run:
         """Every optimizer knows the meetings of the parameters that it steps."""
         for optimizer in self.machine.optimizers:
             params = {id(p) for p in optimizer.params()}
-            optimizer.syncs = [
-                s for s in self.machine.syncs if any(id(p) in params for _, p, _ in s.all_params)
-            ]  # type: ignore[attr-defined]
+            optimizer.syncs = [s for s in self.machine.syncs if s.holds(params)]
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if prepared_optimizer(optimizer) is None:
@@ -215,16 +215,13 @@ class Run:
     def _prepare_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         if feed_of(loader) is not None:
             return loader
-        feed = Feed(
-            loader,
-            build.cut(self.strategy, self.world),
-            self.strategy.seed,
-            self.world.side,
-            self.device,
-            self.machine,
-        )
+        feed = self._feed(loader, trains=True)
         self.feeds.append(feed)
         return prepare_loader(loader, feed)
+
+    def _feed(self, loader: DataLoader[Any], trains: bool) -> Feed:
+        cut = build.cut(self.strategy, self.world)
+        return Feed(loader, cut, self.strategy.seed, self.world.side, self.device, self.machine, trains)
 
     def track(self, obj: Any) -> Any:
         """`obj` (anything with state_dict and load_state_dict) is put back when a step is lost."""
@@ -267,7 +264,7 @@ class Run:
             else model(inputs)
         )
         loss = loss_fn(output, target)
-        self._check_halves(loss_fn, output, target)
+        self.first_step.check_halves(loss_fn, output, target)
         shown = self._global_loss(loss.detach())
         loss.backward()
         if clip_norm is not None:
@@ -298,21 +295,7 @@ class Run:
         `total` is this part's sum (of token losses, say), `count` its number of terms. In an accumulation group all of
         the loss must go through mean().
         """
-        share, count = self.machine.share, float(count)
-        mine = [float(total.detach()), count] if share.counts else [0.0, 0.0]
-        all_total, all_count = self.exchange.total(mine)
-        value = all_total / max(all_count, 1e-300)
-        part = self.machine.current.part if self.machine.current else None
-        if part is None or (part.micro.last and not self._mean_group):
-            return shown_as(
-                total, value, 1.0 / (max(all_count, 1e-300) * share.weight) if share.counts else 0.0
-            )
-        self._mean_group.append(all_count)
-        closing = 1.0
-        if part.micro.last:
-            closing, self._mean_group = 1.0 / sum(self._mean_group), []
-        self.machine.set_share(type(share)(weight=1.0, counts=share.counts, last=share.last, closing=closing))
-        return shown_as(total, value, 1.0)
+        return self.normaliser.mean(total, count)
 
     def log(self, **values: Any) -> None:
         """Numbers or tensors, averaged over workers by samples and shown live; no collective."""
@@ -338,7 +321,7 @@ class Run:
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers in global order; differentiable: the answer for in-batch negatives."""
-        self._watch.end()  # a loss over gathered rows is global already: nothing to compare
+        self.first_step.end()  # a loss over gathered rows is global already: nothing to compare
         return self.exchange.gather(x, self.machine.share)
 
     def evaluate(
@@ -348,42 +331,8 @@ class Run:
 
         The model is in eval mode and no gradient is kept; with ema its averaged weights are evaluated.
         """
-        feed = feed_of(loader) or feed_of(self._prepare_loader(loader))
-        assert feed is not None
-        was_training = model.training
-        totals: dict[str, list[float]] = {}
-        average = self.averages.get(id(model))
-        model.eval()
-        try:
-            with torch.no_grad(), average.swapped() if average else contextlib.nullcontext():
-                for batch in feed.evaluate():
-                    for name, (total, count) in fn(model, batch).items():
-                        entry = totals.setdefault(name, [0.0, 0.0])
-                        entry[0] += float(total)
-                        entry[1] += float(count)
-        finally:
-            model.train(was_training)
-        return self._add_up(totals)
-
-    def _add_up(self, totals: dict[str, list[float]]) -> dict[str, float]:
-        """Sums by name over ranks; a rank that saw no sample knows no names and learns them from the others."""
-        names = self.share_words(sorted(totals))
-        sums = self.exchange.total([v for name in names for v in totals.get(name, [0.0, 0.0])])
-        return {
-            name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan")
-            for i, name in enumerate(names)
-        }
-
-    def share_words(self, words: list[str]) -> list[str]:
-        """The sorted union of everybody's words."""
-        data = "\n".join(words).encode()
-        counts, rows = self.exchange.rows(torch.tensor(list(data), dtype=torch.uint8), len(data))
-        pieces = bytes(rows.tolist())
-        found: set[str] = set()
-        for n in counts:
-            found |= set(filter(None, pieces[:n].decode().split("\n")))
-            pieces = pieces[n:]
-        return sorted(found)
+        feed = feed_of(loader) or self._feed(loader, trains=False)
+        return self.exchange.ratios(evaluating.totals(model, feed, fn, self.averages.get(id(model))))
 
     def phase(self, name: str) -> Phase:
         """with run.phase("tokenize") as phase: … runs on rank 0 (phase.progress(0.5) is shown); the others wait."""
@@ -409,7 +358,7 @@ class Run:
                     saving.write(models.state(model), target)
             except OSError as error:
                 failure = f"{type(error).__name__}: {error}"
-        said = self.share_words([failure] if failure else [])
+        said = self.exchange.words([failure] if failure else [])
         if said:
             raise UsageError(
                 f"rank 0 could not write {target}: {said[0]}",
@@ -442,51 +391,16 @@ class Run:
             if average is not None and any(id(p) in params for p in average.live):
                 average.update()
 
-    # -- step 1 --------------------------------------------------------------------------------------------------
-
     def _first_batch(self, part: Part) -> None:
         if self.is_main:
             feed = next(f for f in self.feeds if f is self.machine.current)
             self.emit(Facts(rank=0, lines=facts.lines(self, feed)))
-        self._watch.begin()
-
-    def _saw_loss(self, loss: Tensor) -> None:
-        current = self.machine.current
-        part = current.part if current else None
-        if part is not None and part.micro.last:
-            self._divisors.append((selfcheck.divisor_of(loss), part.count))
-
-    def _first_apply(self, optimizer: Any) -> None:
-        if self.strategy.strict:
-            facts.refuse_unused(self, optimizer)
-        if self._watch.original is None:
-            return
-        self._watch.end()
-        seen = [d for d, _ in self._divisors[:1] if d is not None]
-        mine = (
-            [seen[0].value, float(self._divisors[0][1]), float(seen[0].is_sum)] if seen else [0.0, 0.0, 0.0]
-        )
-        every = self.exchange.every(mine)
-        self._divisors = []
-        if self.strategy.loss == "sum":
-            return
-        verdict = selfcheck.judge([e[0] for e in every], [e[1] for e in every], any(e[2] for e in every))
-        if verdict and self.is_main:
-            self._warn(facts.biased(*verdict, seen[0].what if seen else ""))
-
-    def _check_halves(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> None:
-        if self._halves_checked or self.strategy.loss == "sum":
-            return
-        self._halves_checked = True
-        found = selfcheck.halves_agree(loss_fn, output, target)
-        if found:
-            self._warn(facts.not_a_mean(*found))
 
     def _warn(self, message: str) -> None:
         self.emit(Warned(rank=self.rank, message=message))
 
     def close(self) -> None:
         """Ends the run for this process; called at exit."""
-        self._watch.end()
+        self.first_step.end()
         self.log_book.flush()
         self.world.groups.close()

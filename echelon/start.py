@@ -23,7 +23,7 @@ _last: Run | None = None
 
 
 def init(
-    strategy: str | Strategy | None = None,  # noqa: A002
+    strategy: str | Strategy | None = None,
     *,
     seed: int | None = None,
     name: str | None = None,

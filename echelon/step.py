@@ -98,6 +98,7 @@ class Machine:
         self.keepers: list[Keeper] = []
         self.after_apply: list[Callable[[Stepping], None]] = []
         self.before_apply: list[Callable[[Stepping], None]] = []
+        self.on_lost: list[Callable[[], None]] = []
         self.at_first_begin: list[Callable[[Part], None]] = []
         self.alone = Share(weight=1.0 / size)
         self.share = self.alone
@@ -218,7 +219,7 @@ class Machine:
         return self.counters.global_step + (1 if fresh else 0)
 
     def _apply(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
-        for check in self.before_apply:
+        for check in list(self.before_apply):
             check(optimizer)
         if self.strategy.clip_norm:
             clip_norm(optimizer.params(), self.strategy.clip_norm)
@@ -265,6 +266,8 @@ class Machine:
         self.counters.global_step = step - 1
         batches = sum(loader.rewind() for loader in self.loaders)
         self.counters.lost_steps += 1
+        for forget in self.on_lost:
+            forget()
         self.iteration_lost = True
         self.committed = False
         self.in_iteration.clear()

@@ -47,7 +47,7 @@ class Strategy:
     """Loader batches in one optimizer step."""
 
     microbatches: int = 1
-    """Pieces each batch is cut into to save memory; changes no number."""
+    """Pieces each batch is cut into to save memory; changes no number (BatchNorm sees one piece at a time)."""
 
     seed: int = 0
     """From which weights, data order and sample randomness follow."""
@@ -231,8 +231,10 @@ def require_built(strategy: Strategy) -> None:
         missing.append(f"the form `{strategy.form}`")
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
-    later = ("compress", "update", "staleness", "backup", "local_steps", "apply", "replicas", "slices", "parts",
-             "spares", "checkpoint_every")  # fmt: skip
+    later = (
+        "data", "compress", "update", "staleness", "backup", "local_steps", "apply", "replicas", "level", "schedule",
+        "slices", "parts", "spares", "checkpoint_every", "keep",
+    )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
     missing += [f"backend={strategy.backend}"] if strategy.backend in ("native", "threads") else []
     if missing:

@@ -5,6 +5,7 @@ echelon run --workers 2 language.py
 """
 
 import argparse
+import textwrap
 from pydoc_data.topics import topics
 
 import torch
@@ -51,18 +52,15 @@ class GPT(nn.Module):
 
 
 run = echelon.init()
-text = "".join(topics[name] for name in sorted(topics))[: args.letters]
+text = " ".join(w for name in sorted(topics) for w in topics[name].split() if w.strip("=*-~^"))
 alphabet = sorted(set(text))
-ids = torch.tensor([alphabet.index(letter) for letter in text])
+ids = torch.tensor([alphabet.index(letter) for letter in text[: args.letters]])
 windows = [(w[:-1], w[1:]) for w in ids.unfold(0, WINDOW + 1, WINDOW)]  # what is read, what comes next
-loader = run.prepare(DataLoader(windows, args.batch, shuffle=True))
-
+loader = DataLoader(windows, args.batch, shuffle=True)
 model = GPT(len(alphabet))
 optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-# warm-up in the first tenth of the steps, then a cosine
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, args.epochs * len(loader), pct_start=0.1)
-model, optimizer, scheduler = run.prepare(model, optimizer, scheduler)
-
+model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
 for _ in run.epochs(args.epochs):
     for x, y in loader:
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -73,10 +71,9 @@ for _ in run.epochs(args.epochs):
         optimizer.zero_grad()
         run.log(loss=loss, norm=norm)
 run.print(f"loss {run.reduce(loss.detach()):.4f} after {run.global_step} steps; saved {run.save('language')}")
-torch.manual_seed(0)
 with run.phase("write"), torch.no_grad():  # on rank 0
     written = ids[:1].tolist()
     for _ in range(300):
-        out = model(torch.tensor([written[-WINDOW:]], device=run.device))[0, -1]
-        written += torch.multinomial((out / 0.7).softmax(0), 1).tolist()
-    print("".join(alphabet[i] for i in written))
+        out = model(torch.tensor([written[-WINDOW:]], device=run.device))[0, -1] / 0.7
+        written += torch.multinomial(out.softmax(0), 1).tolist()
+    print(textwrap.fill("".join(alphabet[i] for i in written), 72))

@@ -77,7 +77,7 @@ class TorchGroup:
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = _OPS[op]  # type: ignore[assignment]
         return self._start(lambda: self.pg.allreduce([x], options))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:

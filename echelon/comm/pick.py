@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,9 +65,9 @@ class Groups:
         return group
 
     def _init_torch(self) -> None:
-        store: dist.Store
+        store: Any
         if self.member is None:
-            store = dist.HashStore()
+            store = dist.HashStore()  # type: ignore[attr-defined]
         else:
             from echelon.comm.store import CoordinatorStore
 

@@ -14,6 +14,12 @@ from torch import Tensor
 from echelon.clock import Deadline
 from echelon.comm.group import Lost, Met, Op, Outcome, Work
 
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda a, b: a + b,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
 
 class Room:
     """Where `size` thread ranks meet. Operations are matched by their number, so several may be in flight."""
@@ -97,18 +103,23 @@ class ThreadGroup:
         def act(parts: list[Tensor]) -> None:
             total = parts[0].clone()
             for part in parts[1:]:
-                total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op](total, part)
+                total = _COMBINE[op](total, part)
             x.copy_(total)
 
         return self._enter(f"all_reduce {op}", x, act)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._enter(
-            "all_gather", x, lambda parts: [out[r].copy_(p) for r, p in enumerate(parts)] and None
-        )
+        def act(parts: list[Tensor]) -> None:
+            for rank, part in enumerate(parts):
+                out[rank].copy_(part)
+
+        return self._enter("all_gather", x, act)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
-        return self._enter(f"broadcast from {root}", x, lambda parts: (x.copy_(parts[root]), None)[1])
+        def act(parts: list[Tensor]) -> None:
+            x.copy_(parts[root])
+
+        return self._enter(f"broadcast from {root}", x, act)
 
     def barrier(self) -> Work:
         return self._enter("barrier", torch.zeros(0), lambda parts: None)

@@ -51,6 +51,7 @@ class Member:
         self._wake = threading.Condition()
         self._queue: collections.deque[dict[str, Any]] = collections.deque()
         self._num_sent = 0
+        self._hurry = False
         self._batch = MAX_SENT
         self._closing: Deadline | None = None
         self._pid = os.getpid()
@@ -101,6 +102,15 @@ class Member:
         """See control.roster.Roster."""
         return {int(rank): seat for rank, seat in self.call("roster", Deadline.after(CALL_S)).items()}
 
+    def flush(self, deadline: Deadline) -> None:
+        """Blocks until everything queued so far was sent, or until the deadline."""
+        with self._wake:
+            goal, self._hurry = self._num_sent + len(self._queue), True
+            self._wake.notify_all()
+            while self._num_sent < goal and self._thread.is_alive() and not deadline.passed:
+                self._wake.wait(min(0.05, deadline.left_s))
+            self._hurry = False
+
     def close(self, deadline: Deadline | None = None) -> None:
         """Sends what is queued (for 3 s at most, if nothing else is said) and hangs up. May be called again."""
         if self._pid != os.getpid():
@@ -131,7 +141,7 @@ class Member:
             with self._wake:
                 while not self._queue and self._closing is None and time.monotonic() < due:
                     self._wake.wait(max(0.0, due - time.monotonic()))
-                if self._closing is None and self._queue:
+                if self._closing is None and self._queue and not self._hurry:
                     self._wake.wait(min(FLUSH_S, max(0.0, due - time.monotonic())))
                 closing = self._closing
                 events = [self._queue[i] for i in range(min(self._batch, len(self._queue)))]
@@ -153,6 +163,7 @@ class Member:
         while self._num_sent < num_sent and self._queue:
             self._queue.popleft()
             self._num_sent += 1
+        self._wake.notify_all()
 
     def _own(self) -> dict[str, Any]:
         """This rank's beat. A report that raises costs its numbers, not the beat."""

@@ -138,9 +138,10 @@ class MapParts:
             persistent_workers=loader.persistent_workers,
         )
 
-    def epoch(self, epoch: int, again: Sequence[Micro] = ()) -> Iterator[Part]:
+    def epoch(self, epoch: int, again: Sequence[Part] = ()) -> Iterator[Part]:
         """This rank's parts of one epoch, after those of `again`."""
-        self.dealer.start(micros(order.batches(self.user, self.seed, epoch), epoch, self.cut), again)
+        plan = micros(order.batches(self.user, self.seed, epoch), epoch, self.cut)
+        self.dealer.start(plan, [part.micro for part in again])
         self.drop = 0
         inner = iter(self.inner)
         while True:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
 
@@ -33,10 +34,10 @@ def mix(*parts: Any) -> int:
 class RandomState:
     """The three generators of the CPU, and those of the CUDA devices that were used."""
 
-    torch: torch.Tensor
+    torch: Tensor
     python: Any
     numpy: Any
-    cuda: tuple[torch.Tensor, ...] = ()
+    cuda: tuple[Tensor, ...] = ()
 
 
 class _Watched:

@@ -109,8 +109,9 @@ class StreamParts:
             persistent_workers=loader.persistent_workers,
         )
 
-    def epoch(self, epoch: int, again: Sequence[Micro] = ()) -> Iterator[Part]:
-        """This rank's parts of one epoch. `again` is for loaders with ids; here the copies are in self.again."""
+    def epoch(self, epoch: int, again: Sequence[Part] = ()) -> Iterator[Part]:
+        """This rank's parts of one epoch, after those of `again`."""
+        self.again.extend(again)
         source = self._sharded(epoch) if self.sharded else self._whole(epoch)
         number = 0
         while True:
@@ -192,7 +193,7 @@ class StreamParts:
                     f"shard {self.cut.rank} of {self.cut.size} of the stream is empty, and there is no sample to stand in",
                     remedy="Give every shard at least one sample, or use fewer workers.",
                 )
-            mine = {i: piece for i, piece in enumerate(pieces)}
+            mine = dict(enumerate(pieces))
             yield [
                 (int(n), *(mine[i][1:] if i in mine else (0, spare)))
                 for i, n in enumerate(counts.tolist())

@@ -1,7 +1,7 @@
 """run.log averaged over the workers, without a collective: what each logged at a step meets here. Pure.
 
 A value is complete when every awaited rank has logged it at that step; then it leaves as one weighted mean. A step
-that is KEEP_STEPS behind the newest leaves with what it has. A name logged several times in one step meets
+that even the slowest rank left KEEP_STEPS behind leaves with what it has (ranks send in batches: one may be far ahead). A name logged several times in one step meets
 first with first, second with second.
 """
 
@@ -25,14 +25,17 @@ class Meter:
     """State of the averaging. `awaited` are the ranks that are at work or still to come."""
 
     _open: dict[int, dict[str, list[Parts]]] = field(default_factory=dict)
-    _newest: int = 0
+    _at: dict[int, int] = field(default_factory=dict)
+    """Rank -> the newest step it logged."""
+    _left: int = 0
+    """Steps up to here have left."""
     _num_open: int = 0
 
     def add(self, logged: Logged, awaited: Set[int]) -> list[Metric]:
         """What one worker logged; gives the means that this completed, oldest step first."""
-        if logged.rank is None or logged.step <= self._newest - KEEP_STEPS:
+        if logged.rank is None or logged.step <= self._left:
             return []  # its step left already
-        self._newest = max(self._newest, logged.step)
+        self._at[logged.rank] = max(self._at.get(logged.rank, 0), logged.step)
         names = self._open.setdefault(logged.step, {})
         for name, value in logged.values.items():
             rounds = names.setdefault(name, [])
@@ -42,7 +45,9 @@ class Meter:
                 rounds.append(parts)
                 self._num_open += 1
             parts[logged.rank] = (value, logged.weight)
-        old = sorted(step for step in self._open if step <= self._newest - KEEP_STEPS)
+        slowest = min((self._at.get(rank, 0) for rank in awaited), default=0)
+        self._left = max(self._left, slowest - KEEP_STEPS)
+        old = sorted(step for step in self._open if step <= self._left)
         left = [metric for step in old for metric in self._leave(step, None)]
         while self._num_open > MAX_OPEN:
             left += self._leave(min(self._open), None)

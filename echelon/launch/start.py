@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.machinery
+import io
 import socket
 import sys
 import time
@@ -67,6 +68,9 @@ def run(
     from echelon.launch.supervisor import Supervisor
 
     check_script(job)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
     now = time.time()
     name, folder = rundir.create(job.script, name=name, run_dir=run_dir, now=now)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:

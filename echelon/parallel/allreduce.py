@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Met, Outcome, merge
 from echelon.parallel import backward, buckets
-from echelon.parallel.buckets import MIB, Bucket, Slot
+from echelon.parallel.buckets import MIB, Slot
 from echelon.parallel.gradsync import Share
 from echelon.parallel.sparse import sum_rows
 
@@ -152,7 +152,8 @@ class AllReduceSync:
     def _write(self, slot: Slot, param: Tensor, grad: Tensor, share: Share) -> None:
         """ready: the one pass over a gradient. `.grad` is None until the meeting is over, so a second one adds."""
         bucket, view = slot.bucket, slot.view
-        assert bucket is not None and view is not None
+        assert bucket is not None
+        assert view is not None
         weight = share.weight * share.closing
         if bucket.work is not None:
             late = grad.mul(weight) if share.counts else torch.zeros_like(view)
@@ -316,6 +317,9 @@ class AllReduceSync:
             for slot in self.slots:
                 if not slot.sparse:
                     slot.param.grad = slot.view if used[slot.index] > 0 else None
+
+    def holds(self, params: set[int]) -> bool:
+        return any(id(p) in params for _, p, _ in self.all_params)
 
     def unused(self) -> list[str]:
         """Trained parameters that have no gradient now, on any rank if the last backward met."""

@@ -71,6 +71,23 @@ class Exchange:
         keeps = x.is_floating_point() or op == "sum"
         return value.reshape(x.shape).to(x.dtype if keeps else torch.float64)
 
+    def words(self, mine: list[str]) -> list[str]:
+        """The sorted union of everybody's words (no newlines in them)."""
+        data = "\n".join(mine).encode()
+        counts, rows = self.rows(torch.tensor(list(data), dtype=torch.uint8), len(data))
+        joined, found = bytes(rows.tolist()), set[str]()
+        for n in counts:
+            found |= set(filter(None, joined[:n].decode().split("\n")))
+            joined = joined[n:]
+        return sorted(found)
+
+    def ratios(self, totals: dict[str, list[float]]) -> dict[str, float]:
+        """{name: [sum, count]} of each rank -> {name: sum / count} of all; a rank without samples learns the names."""
+        names = self.words(sorted(totals))
+        sums = self.total([v for name in names for v in totals.get(name, [0.0, 0.0])])
+        pairs = zip(names, sums[::2], sums[1::2], strict=True)
+        return {name: total / count if count else float("nan") for name, total, count in pairs}
+
     def gather(self, x: Tensor, share: Share) -> Tensor:
         """The rows of all ranks in global order; differentiable. Rows of a stand-in are left out."""
         out = _Gather.apply(x, self, share)
@@ -81,6 +98,7 @@ class Exchange:
         """Everybody's first `count` rows, padded on the way to the longest."""
         counts = [int(c[0]) for c in self.every([float(count)])]
         most = max([*counts, 1])
+        x = x.to(self._device()) if not x.is_cuda else x
         mine = x.new_zeros(most, *x.shape[1:])
         mine[:count] = x[:count]
         out = x.new_zeros(len(counts), most, *x.shape[1:])

@@ -44,6 +44,10 @@ class GradSync(Protocol):
     activity: int
     """Grows with every gradient that arrives."""
 
+    def holds(self, params: set[int]) -> bool:
+        """Does any of these parameters (by id) meet here?"""
+        ...
+
     def unused(self) -> list[str]:
         """Names of trained parameters that have no gradient now."""
         ...

@@ -6,7 +6,6 @@ sample counts for nothing. The module stays the same object with the same state 
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +124,7 @@ def synchronise(model: nn.Module, sync: NormSync) -> int:
         m for m in model.modules() if isinstance(m, _BatchNorm) and not hasattr(type(m), "_echelon_sync")
     ]
     for module in found:
-        module.__class__ = _synced(type(module), sync)
+        module.__class__ = _synced(type(module), sync)  # type: ignore[assignment]
     return len(found)
 
 
@@ -141,9 +140,20 @@ def _synced(cls: type[nn.Module], sync: NormSync) -> type[nn.Module]:
             return cls.forward(self, x)  # type: ignore[no-any-return]
         return _eager(self, x, sync)
 
-    return type(
-        cls.__name__, (cls,), {"forward": forward, "_echelon_sync": sync, "__module__": cls.__module__}
-    )
+    def __reduce_ex__(self: _BatchNorm, protocol: Any) -> Any:
+        return _blank, (cls,), self.__getstate__()
+
+    names = {
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "_echelon_sync": sync,
+        "__module__": cls.__module__,
+    }
+    return type(cls.__name__, (cls,), names)
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 def _eager(module: _BatchNorm, x: Tensor, sync: NormSync) -> Tensor:

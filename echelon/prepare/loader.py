@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.comm.group import Group
 from echelon.data import tree
-from echelon.data.deal import Cut, Micro
+from echelon.data.deal import Cut
 from echelon.data.ledger import Ledger
 from echelon.data.loader import MapParts, Part
 from echelon.data.streams import StreamParts
@@ -27,7 +27,7 @@ from echelon.step import Machine
 class Parts(Protocol):
     """Where parts come from: a map-style dataset or a stream."""
 
-    def epoch(self, epoch: int, again: list[Micro] = ...) -> Iterator[Part]: ...
+    def epoch(self, epoch: int, again: list[Part]) -> Iterator[Part]: ...
     def rewind(self, again: list[Part]) -> None: ...
     def kept(self, part: Part) -> Part: ...
 
@@ -43,16 +43,22 @@ class Feed:
         group: Group,
         device: torch.device,
         machine: Machine,
+        trains: bool = True,
     ) -> None:
         self.user, self.cut, self.device, self.machine = loader, cut, device, machine
         streams = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
         self.parts: Parts = StreamParts(loader, cut, seed, group) if streams else MapParts(loader, cut, seed)
         self.index = len(machine.loaders)
-        machine.loaders.append(self)
+        if trains:
+            machine.loaders.append(self)
         self.ledger = Ledger()
         self.epochs = 0
         self.part: Part | None = None
         self.uncommitted: list[Part] = []
+        """Yielded since the last commit; an epoch's end changes nothing about that."""
+        self.owed: list[Part] = []
+        """Lost after the loop had ended: the next loop begins with these."""
+        self.iterating = False
         self.seen_activity = 0
         self.rank_samples = 0
         """Samples of this rank in the loop that runs, or ran last."""
@@ -60,9 +66,10 @@ class Feed:
     def iterate(self) -> Iterator[Any]:
         """One epoch, as a script's `for` sees it."""
         epoch, self.epochs = self.epochs, self.epochs + 1
-        again, self.uncommitted = self.uncommitted, []
-        parts = self.parts.epoch(epoch, [p.micro for p in again])
+        owed, self.owed = self.owed, []
+        parts = self.parts.epoch(epoch, owed)
         self.rank_samples = 0
+        self.iterating, whole = True, False
         try:
             while (part := self._fetch(parts)) is not None:
                 data = self._placed(part.data)
@@ -74,8 +81,10 @@ class Feed:
                 self.ledger.plan(part)
                 self.rank_samples += part.count
                 yield data
+            whole = True
         finally:
-            self._end(epoch)
+            self.iterating = False
+            self._end(epoch, whole)
 
     def _fetch(self, parts: Iterator[Part]) -> Part | None:
         began = time.perf_counter()
@@ -86,13 +95,13 @@ class Feed:
     def _placed(self, data: Any) -> Any:
         return data if self.device.type == "cpu" else tree.to_device(data, self.device)
 
-    def _end(self, epoch: int) -> None:
+    def _end(self, epoch: int, whole: bool) -> None:
         self.machine.end_loop(self)
         self.part = None
         if self.uncommitted and self.machine.activity() == self.seen_activity:
             self.uncommitted = []  # looked at, not trained on: an evaluation
         entry = self.ledger.epochs.get(epoch)
-        if entry is not None and entry.committed:
+        if whole and entry is not None and entry.committed:
             self.machine.emit(
                 EpochDone(
                     rank=self.cut.rank,
@@ -117,7 +126,10 @@ class Feed:
 
     def rewind(self) -> int:
         again, self.uncommitted = self.uncommitted, []
-        self.parts.rewind(again)
+        if self.iterating:
+            self.parts.rewind(again)
+        else:
+            self.owed += again
         return len(again)
 
 

@@ -112,7 +112,9 @@ class Hook:
 class Override:
     """A method of ours on a module instance; in a copy it is the class's own method again."""
 
-    def __init__(self, module: nn.Module, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         self.module, self.name = module, name
         self.fn = wrap(getattr(module, name))
         module.__dict__[name] = self

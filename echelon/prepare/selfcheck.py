@@ -110,6 +110,10 @@ class LossWatch:
         self.seen = seen
         self.original: Any = None
 
+    @property
+    def active(self) -> bool:
+        return self.original is not None
+
     def begin(self) -> None:
         if self.original is not None:
             return
@@ -151,3 +155,19 @@ def halves_agree(
         )
     mean = (first * half + second * (n - half)) / n
     return None if abs(whole - mean) <= 1e-4 * max(1e-6, abs(whole), abs(mean)) else (whole, mean)
+
+
+def biased(factor: float, why: str, what: str) -> str:
+    return (
+        f"this loss is not a mean over samples: {why}" + (f" ({what})" if what else "") + ".\n"
+        f"  Some workers' samples count {factor:.3g}× what they would in one process.\n"
+        "  Use run.mean(total, count) for the loss, or declare --set loss=sum if it is a sum on purpose."
+    )
+
+
+def not_a_mean(whole: float, mean: float) -> str:
+    return (
+        f"run.step: the loss of a part is {whole:.6g}, the weighted mean of its two halves {mean:.6g}: it is not a mean over samples.\n"
+        "  Cut over workers it gives another answer than one process.\n"
+        "  Use run.mean for unequal counts, run.gather for losses over pairs of samples, or declare --set loss=sum."
+    )

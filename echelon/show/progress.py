@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING
 
 from echelon.clock import Clock
-from echelon.events import EpochDone, Event, Facts, Said, StepLost, Warned
+from echelon.events import EpochDone, Event, Facts, StepLost, Warned
 from echelon.show.lines import Line
 from echelon.show.state import Progress, number, rate
 
@@ -67,8 +68,6 @@ class Display:
             self.say(*(line for line in event.lines if self._new(line)))
         elif isinstance(event, Warned) and self._new(event.message):
             self._warn(event.message, event.rank)
-        elif isinstance(event, Said):
-            self._write(self._out, [event.text])
         elif isinstance(event, StepLost) and self._new(f"lost {event.step} {event.reason}"):
             again = f"{event.batches} batch{'es' * (event.batches != 1)} run again"
             self.say(f"step {event.step} did not meet ({event.reason}): nothing was applied, {again}")
@@ -110,9 +109,12 @@ class Display:
     def close(self) -> None:
         """The live line goes; lines can still be written."""
         self._closed = True
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                live.stop()
+            except OSError as error:
+                self._lost(error)
 
     def _draw(self) -> None:
         from rich.live import Live
@@ -120,22 +122,32 @@ class Display:
         if self.progress.step == 0 and not self.progress.phase:
             return
         if self._live is None:
-            self._live = Live(console=_console(self._err), auto_refresh=False, transient=True,
-                              redirect_stdout=self._own_prints, redirect_stderr=self._own_prints)  # fmt: skip
+            self._live = Live(
+                console=_console(self._err), auto_refresh=False, transient=True,
+                redirect_stdout=self._own_prints, redirect_stderr=self._own_prints,
+            )  # fmt: skip
             self._live.start()
-        self._live.update(live_lines(self.progress), refresh=True)
+            self._live.console.show_cursor(True)  # killed at any moment, we leave a terminal that works
+        try:
+            self._live.update(live_lines(self.progress), refresh=True)
+        except OSError as error:
+            self._lost(error)
 
     def _write(self, file: IO[str], texts: list[str]) -> None:
-        if self._live is not None and _is_terminal(file):
-            from rich.text import Text
-
-            self._live.console.print(Text.from_ansi("\n".join(texts)), soft_wrap=True, highlight=False)
-            return
         try:
-            file.write("".join(f"{text}\n" for text in texts))
-            file.flush()
-        except (BrokenPipeError, ValueError):
-            self.broken = True
+            if self._live is not None and _is_terminal(file):
+                from rich.text import Text
+
+                self._live.console.print(Text.from_ansi("\n".join(texts)), soft_wrap=True, highlight=False)
+            else:
+                file.write("".join(f"{text}\n" for text in texts))
+                file.flush()
+        except (OSError, ValueError) as error:
+            self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
+        """A reader that went away ends the run; a full disk only costs the text."""
+        self.broken = self.broken or not isinstance(error, OSError) or error.errno in (errno.EPIPE, errno.EIO)
 
     def _warn(self, message: str, rank: int | None) -> None:
         first, *rest = message.splitlines()

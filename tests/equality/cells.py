@@ -10,7 +10,7 @@ from echelon.run import Run
 from echelon.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.equality import zoo  # noqa: E402
+from tests.equality import zoo
 
 
 def cell(first, kind, optimizer, accumulate, microbatches):
@@ -46,7 +46,9 @@ def main():
         results[case] = cell(first, *case)
     again = {case: cell(first, *case)[0] for case in zoo.CELLS[::9]}
     for case, weights in again.items():
-        assert all(torch.equal(v, results[case][0][k]) for k, v in weights.items()), f"{case} twice: other bits"
+        assert all(torch.equal(v, results[case][0][k]) for k, v in weights.items()), (
+            f"{case} twice: other bits"
+        )
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 

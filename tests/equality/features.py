@@ -12,11 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.equality import zoo  # noqa: E402
-from tests.equality.zoo import D  # noqa: E402
+from tests.equality import zoo
+from tests.equality.zoo import D
 
 
 class Plain:
@@ -63,7 +70,13 @@ class Plain:
 
     def step(self, loss_fn, batch, *, model, optimizer, clip_norm=None):
         inputs, target = batch
-        out = model(*inputs) if isinstance(inputs, tuple) else model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        out = (
+            model(*inputs)
+            if isinstance(inputs, tuple)
+            else model(**inputs)
+            if isinstance(inputs, dict)
+            else model(inputs)
+        )
         loss = loss_fn(out, target)
         loss.backward()
         if clip_norm:
@@ -178,7 +191,9 @@ class Drawn(Dataset):
 
 
 def init_fn(worker):
-    torch.utils.data.get_worker_info().dataset.dataset.init = 0.5 if hasattr(torch.utils.data.get_worker_info().dataset, "seed") else 0.0
+    torch.utils.data.get_worker_info().dataset.dataset.init = (
+        0.5 if hasattr(torch.utils.data.get_worker_info().dataset, "seed") else 0.0
+    )
 
 
 @feature
@@ -268,7 +283,9 @@ def dataclass_and_nested_batches(run):
         pair = Pair(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
         return {"deep": [pair, (pair.x, {"n": len(samples)})]}
 
-    return fit(run, net(), shuffled(data(), collate_fn=collate), unpack=lambda b: (b["deep"][0].x, b["deep"][0].y))
+    return fit(
+        run, net(), shuffled(data(), collate_fn=collate), unpack=lambda b: (b["deep"][0].x, b["deep"][0].y)
+    )
 
 
 @feature
@@ -297,7 +314,9 @@ def several_loaders(run):
 @feature
 def an_evaluation_loop_inside_the_training_loop(run):
     model = net()
-    model, opt, loader, test = run.prepare(model, sgd(model), shuffled(data()), DataLoader(data(9), batch_size=4))
+    model, opt, loader, test = run.prepare(
+        model, sgd(model), shuffled(data()), DataLoader(data(9), batch_size=4)
+    )
     for _ in range(2):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
@@ -465,7 +484,11 @@ def closure(run):
 @feature
 def lbfgs(run):
     model = net()
-    model, opt, loader = run.prepare(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe"), DataLoader(data(), batch_size=11))
+    model, opt, loader = run.prepare(
+        model,
+        torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+        DataLoader(data(), batch_size=11),
+    )
     for x, y in loader:
 
         def evaluate(x=x, y=y):
@@ -488,6 +511,23 @@ def accumulation_by_hand(run):
             if i % 2 or i + 1 == len(loader):
                 opt.step()
                 opt.zero_grad()
+    return weights(model)
+
+
+@feature
+def accumulation_by_hand_with_a_rest(run):
+    """5 batches, a step every 3: the rest is stepped on after the loop, or in the next epoch."""
+    model = net()
+    model, opt, loader = run.prepare(model, sgd(model), shuffled(data()))
+    for epoch in range(4):
+        for i, (x, y) in enumerate(loader):
+            (F.cross_entropy(model(x), y) / 3).backward()
+            if i % 3 == 2:
+                opt.step()
+                opt.zero_grad()
+        if epoch % 2:
+            opt.step()
+            opt.zero_grad()
     return weights(model)
 
 
@@ -648,15 +688,21 @@ def run_step(run):
 def run_evaluate(run):
     model = net()
     test = DataLoader(data(21), batch_size=8)
-    model, loader, test = run.prepare(model, shuffled(data()), test)
+    model, _loader, test = run.prepare(model, shuffled(data()), test)
 
     def fn(model, batch):
         x, y = batch
         out = model(x)
-        return {"loss": (F.cross_entropy(out, y, reduction="sum"), len(y)), "right": ((out.argmax(1) == y).sum(), len(y))}
+        return {
+            "loss": (F.cross_entropy(out, y, reduction="sum"), len(y)),
+            "right": ((out.argmax(1) == y).sum(), len(y)),
+        }
 
     first, again = run.evaluate(model, test, fn), run.evaluate(model, DataLoader(data(2), batch_size=8), fn)
-    return {"first": torch.tensor([first["loss"], first["right"]]), "again": torch.tensor([again["loss"], again["right"]])}
+    return {
+        "first": torch.tensor([first["loss"], first["right"]]),
+        "again": torch.tensor([again["loss"], again["right"]]),
+    }
 
 
 def main():

@@ -14,7 +14,7 @@ from echelon.run import Run
 from echelon.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.equality import zoo  # noqa: E402
+from tests.equality import zoo
 
 
 def loop(run, kind="mlp", loader_options=None, hand=1, scaler=None, autocast=False, ema=None):
@@ -23,7 +23,9 @@ def loop(run, kind="mlp", loader_options=None, hand=1, scaler=None, autocast=Fal
     if autocast:
         model = model.float()
     opt, scheduler, _ = zoo.optimizer_for("adamw", model, 10)
-    model, opt, loader, scheduler = run.prepare(model, opt, zoo.loader_for(dataset, **(loader_options or {})), scheduler)
+    model, opt, loader, scheduler = run.prepare(
+        model, opt, zoo.loader_for(dataset, **(loader_options or {})), scheduler
+    )
     loader._feed.ledger.keep_ids = True
     if scaler:
         run.prepare(scaler)
@@ -55,7 +57,11 @@ def loop(run, kind="mlp", loader_options=None, hand=1, scaler=None, autocast=Fal
     out |= {f"average.{k}": v for k, v in average.state_dict().items()} if average is not None else {}
     if id(model) in run.averages:
         out |= {f"ema.{i}": t for i, t in enumerate(run.averages[id(model)].shadow)}
-    out |= {"noise": torch.cat(noise), "lr": torch.tensor(scheduler.get_last_lr()), "steps": torch.tensor(run.global_step)}
+    out |= {
+        "noise": torch.cat(noise),
+        "lr": torch.tensor(scheduler.get_last_lr()),
+        "steps": torch.tensor(run.global_step),
+    }
     out["scale"] = torch.tensor(scaler.get_scale() if scaler else 1.0)
     ids = {e: sorted(entry.ids) for e, entry in loader._feed.ledger.epochs.items()}
     return {k: v.clone() for k, v in out.items()}, ids
@@ -65,7 +71,9 @@ def gan(run):
     """Two models, two optimizers, two steps an iteration; noise comes with the data."""
     torch.manual_seed(7)
     g = torch.Generator().manual_seed(2)
-    data = TensorDataset(torch.randn(22, 2, generator=g, dtype=zoo.D), torch.randn(22, 3, generator=g, dtype=zoo.D))
+    data = TensorDataset(
+        torch.randn(22, 2, generator=g, dtype=zoo.D), torch.randn(22, 3, generator=g, dtype=zoo.D)
+    )
     make = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).to(zoo.D)
     tell = nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(), nn.Linear(8, 1)).to(zoo.D)
     opt_tell, opt_make = torch.optim.Adam(tell.parameters(), 0.01), torch.optim.Adam(make.parameters(), 0.01)
@@ -87,14 +95,18 @@ def gan(run):
             bce(verdict, torch.ones_like(verdict)).backward()
             opt_make.step()
     loader._feed.mark()
-    out = {f"make.{k}": v for k, v in make.state_dict().items()} | {f"tell.{k}": v for k, v in tell.state_dict().items()}
+    out = {f"make.{k}": v for k, v in make.state_dict().items()} | {
+        f"tell.{k}": v for k, v in tell.state_dict().items()
+    }
     out["lr"] = torch.tensor(sched.get_last_lr())
     ids = {e: sorted(entry.ids) for e, entry in loader._feed.ledger.epochs.items()}
     return {k: v.clone() for k, v in out.items()}, ids
 
 
 def scaler():
-    return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)  # overflows at first: skips and shrinks
+    return torch.amp.GradScaler(
+        "cpu", init_scale=2.0**40, growth_interval=2
+    )  # overflows at first: skips and shrinks
 
 
 LOOPS = {
@@ -107,7 +119,10 @@ LOOPS = {
     "batchnorm": (Strategy(), lambda run: loop(run, "cnn")),
     "ema of the strategy": (Strategy(ema=0.9), lambda run: loop(run)),
     "ema of the script": (Strategy(), lambda run: loop(run, ema=True)),
-    "loader processes": (Strategy(), lambda run: loop(run, loader_options={"num_workers": 2, "persistent_workers": True})),
+    "loader processes": (
+        Strategy(),
+        lambda run: loop(run, loader_options={"num_workers": 2, "persistent_workers": True}),
+    ),
     "gan": (Strategy(), gan),
 }
 
@@ -122,7 +137,12 @@ def main():
             faults.clear()
             if storm:
                 last = 4 if "accum" in name else 6
-                for step, optimizer in ((1, 0), (3, 0), (3, 0), (last if "accum" in name or "micro" in name else 10, 0)):
+                for step, optimizer in (
+                    (1, 0),
+                    (3, 0),
+                    (3, 0),
+                    (last if "accum" in name or "micro" in name else 10, 0),
+                ):
                     faults.lose(step=step, optimizer=optimizer)
                 if name == "gan":
                     faults.lose(step=2, optimizer=1)

@@ -6,6 +6,8 @@ rounding. Everything is float64.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -57,7 +59,9 @@ class Transformer(nn.Module):
         x = self.embed(ids)
         b, t, w = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
-        x = x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w))
+        x = x + self.mix(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w)
+        )
         x = x + self.down(F.gelu(self.up(self.norm2(x))))
         return self.out(x)
 
@@ -105,7 +109,9 @@ def optimizer_for(name, model, steps):
 
 
 def loader_for(dataset, **options):
-    return DataLoader(dataset, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+    return DataLoader(
+        dataset, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5), **options
+    )
 
 
 def num_steps(accumulate):
@@ -118,7 +124,7 @@ def pieces(n, m):
     ends = [0]
     for i in range(m):
         ends.append(ends[-1] + each + (i < over))
-    return [(a, b) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+    return [(a, b) for a, b in itertools.pairwise(ends) if b > a]
 
 
 def plain_torch(kind, optimizer, accumulate, microbatches):

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
-from live_coordinator import RUN, LiveCoordinator, coordinator
 
 from echelon.clock import Deadline
 from echelon.control import frames
 from echelon.control.handshake import ClientSide, Identity, Session
+from tests.flows.live_coordinator import RUN, LiveCoordinator, coordinator
 
 FRAMES = 10_000
 WARM = 1_000
@@ -149,7 +149,7 @@ NAMES = ["key", "keys", "value", "amount", "beat", "events", "first", "after", "
 METHODS = ["describe", "join", "beat", "roster", "leave", "died", "watch", "stop", "store.set", "store.get",
            "store.wait", "store.add", "store.check", "store.compare_set", "store.delete", "store.count"]  # fmt: skip
 VALUES: list[Any] = [None, True, 0, -1, (1 << 64) - 1, 1.5, float("inf"), "", "k", "x" * 5000, b"", b"v" * 100, [], ["k"],
-                     [["k"]], [1], {}, {"event": "Beat"}, [{"event": "Beat", "step": "x"}], [{"event": "Said", "text": "t"}],
+                     [["k"]], [1], {}, {"event": "Beat"}, [{"event": "Beat", "step": "x"}], [{"event": "Warned", "message": "t"}],
                      [{"event": "Logged", "step": 1 << 62, "values": {"a": 1}, "weight": -1.0}], [{"event": "No"}]]  # fmt: skip
 NOT_CALLS: list[Any] = [None, 1, "call", [], {}, {"id": 1}, {"id": "1", "method": "describe", "args": {}},
                         {"id": 1, "method": ["x"], "args": {}}, {"id": 1, "method": "describe", "args": []},

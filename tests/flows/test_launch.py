@@ -72,6 +72,13 @@ def test_lines_carry_host_and_rank_and_equal_ones_are_counted(echelon_run):
     assert b"caf\xe9 \xff\n" in (result.run_dir / "logs" / "worker-1.log").read_bytes()
 
 
+def test_a_terminal_that_lacks_characters_does_not_end_the_run(echelon_run):
+    result = echelon_run("print('caf\\xe9 \\u4e2d')", env={"PYTHONIOENCODING": "ascii:strict"}, workers=1)
+    assert "UnicodeEncodeError" in result.log(0)  # the script's own choice is the script's
+    assert result.code == 1
+    assert "run train-" in result.err
+
+
 def test_threads_are_shared_out_and_it_says_so(echelon_run):
     cores = len(os.sched_getaffinity(0))
     result = echelon_run("import os; print('threads', os.environ['OMP_NUM_THREADS'])", workers=2)

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from live_coordinator import coordinator
 
 from echelon.clock import Deadline
 from echelon.control import frames
 from echelon.control.rpc import Client, Identity
 from echelon.errors import AuthError, PeerLost, UsageError, WorldError
-from echelon.events import Beat, Failed, Logged, Metric, Said, from_dict
+from echelon.events import Beat, Failed, Logged, Metric, Warned, from_dict
+from tests.flows.live_coordinator import coordinator
 
 
 def soon(seconds: float = 10.0) -> Deadline:
@@ -179,7 +179,7 @@ def test_a_forked_child_does_not_hold_the_socket(tmp_path):
                     said = "it answered"
                 except UsageError:
                     said = "closed"
-                member.emit(Said(text="from the child"))
+                member.emit(Warned(message="from the child"))
                 member.close()
                 os.write(writing, f"{len(still & set(held))} {said}".encode())
             finally:
@@ -211,7 +211,7 @@ def test_a_restarted_coordinator_continues_its_term_and_its_table(tmp_path):
         supervisor.call("stop", soon(), reason="enough")
         before = members[0].roster()
         live.kill()
-        members[0].emit(Said(text="said while it was away"))
+        members[0].emit(Warned(message="said while it was away"))
         live.start()
         assert members[0].roster() == before  # found again without a word
         assert members[0].call("store.get", soon(), key="k", timeout_s=1.0) == b"v"

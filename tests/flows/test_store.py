@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from live_coordinator import ROOT, RUN, LiveCoordinator, coordinator
 
 from echelon.clock import Deadline
 from echelon.comm.store import CoordinatorStore
 from echelon.errors import PeerLost, WorldError
+from tests.flows.live_coordinator import ROOT, RUN, LiveCoordinator, coordinator
 
 RANK = """
 import sys

@@ -14,7 +14,7 @@ from echelon.elastic.journal import Journal
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.table import MAX_KEY_CHARS, MAX_KEYS, Table
 from echelon.errors import PeerLost, UsageError
-from echelon.events import Beat, Said
+from echelon.events import Beat, Warned
 
 
 def formed(num_workers: int = 3) -> Membership:
@@ -171,9 +171,9 @@ def test_history_thins_beats_in_the_file_and_numbers_go_on(tmp_path: Path):
         told = await history.watch(0, 0.0)
         assert [e["step"] for e in told["events"]] == list(range(12))
         assert (await history.watch(told["next"], 0.01))["events"] == []
-        history.add(Said(text="more"))
+        history.add(Warned(message="more"))
         later = await history.watch(told["next"], 0.0)
-        assert [e["text"] for e in later["events"]] == ["more"]
+        assert [e["message"] for e in later["events"]] == ["more"]
         assert (await history.watch(later["next"] + 1000, 0.0))["next"] == later["next"]
         history.close()
 
@@ -188,9 +188,9 @@ def test_history_thins_beats_in_the_file_and_numbers_go_on(tmp_path: Path):
         {},
         {"event": "Nothing"},
         {"event": "Event"},
-        {"event": "Said"},
-        {"event": "Said", "text": 3},
-        {"event": "Said", "text": "x", "more": 1},
+        {"event": "Warned"},
+        {"event": "Warned", "message": 3},
+        {"event": "Warned", "message": "x", "more": 1},
         {"event": "Beat", "step": True},
         {"event": "Logged", "step": 1, "values": {"a": "b"}, "weight": 1.0},
     ],
@@ -200,6 +200,6 @@ def test_an_event_of_the_wrong_form_is_void(record):
 
 
 def test_a_long_text_is_cut():
-    event = read_event({"event": "Said", "text": "x" * 1_000_000})
-    assert isinstance(event, Said)
-    assert len(event.text) < 70_000
+    event = read_event({"event": "Warned", "message": "x" * 1_000_000})
+    assert isinstance(event, Warned)
+    assert len(event.message) < 70_000

@@ -15,7 +15,6 @@ from echelon.events import (
     Logged,
     Metric,
     PhaseChanged,
-    Said,
     StepLost,
     Warned,
 )
@@ -90,13 +89,12 @@ def test_facts_and_warnings_are_told_once():
         display.handle(Warned(rank=rank, message="the mean is biased by 1.2\nuse run.mean"))
     display.handle(StepLost(rank=0, step=3, batches=1, reason="worker 1 is gone"))
     display.handle(EpochDone(rank=0, epoch=0, committed=99, expected=100))
-    display.handle(Said(rank=0, text="for people"))
     assert err.getvalue().splitlines() == [
         "global batch 64", "same answer", "warning (worker 0): the mean is biased by 1.2", "  use run.mean",
         "step 3 did not meet (worker 1 is gone): nothing was applied, 1 batch run again",
         "warning (worker 0): epoch 0 committed 99 of 100 samples",
     ]  # fmt: skip
-    assert out.getvalue() == "for people\n"
+    assert out.getvalue() == ""
 
 
 def test_a_phase_is_shown_while_it_lasts():

@@ -1,0 +1,32 @@
+"""run.evaluate on one rank: sums and counts of the parts that are its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.parallel.average import Average
+from echelon.prepare.loader import Feed
+
+Judge = Callable[[nn.Module, Any], dict[str, tuple[Any, Any]]]
+
+
+def totals(model: nn.Module, feed: Feed, fn: Judge, average: Average | None) -> dict[str, list[float]]:
+    """{name: [sum, count]} over this rank's samples, in float64; the model is in eval mode meanwhile."""
+    found: dict[str, list[float]] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), average.swapped() if average else contextlib.nullcontext():
+            for batch in feed.evaluate():
+                for name, (total, count) in fn(model, batch).items():
+                    entry = found.setdefault(name, [0.0, 0.0])
+                    entry[0] += float(total)
+                    entry[1] += float(count)
+    finally:
+        model.train(was_training)
+    return found

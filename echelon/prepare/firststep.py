@@ -1,0 +1,61 @@
+"""The first step's self-checks, wired: watch the loss, compare divisors over ranks once, warn, and be gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from echelon.data.loader import Part
+from echelon.parallel.exchange import Exchange
+from echelon.prepare import selfcheck
+from echelon.step import Machine
+
+
+class FirstStep:
+    """Lives until the first optimizer step is about to be applied; costs nothing afterwards."""
+
+    def __init__(self, machine: Machine, exchange: Exchange, warn: Callable[[str], None]) -> None:
+        self.machine, self.exchange, self.warn = machine, exchange, warn
+        self.watch = selfcheck.LossWatch(self._saw)
+        self.seen: list[tuple[selfcheck.Divisor | None, int]] = []
+        self.halves_checked = False
+        self.is_mean = machine.strategy.loss == "mean"
+        if self.is_mean:
+            machine.at_first_begin.append(self._begin)
+            machine.before_apply.append(self._compare)
+
+    def _begin(self, part: Part) -> None:
+        self.watch.begin()
+
+    def _saw(self, loss: Tensor) -> None:
+        current = self.machine.current
+        part = current.part if current else None
+        if part is not None and part.micro.last:
+            self.seen.append((selfcheck.divisor_of(loss), part.count))
+
+    def _compare(self, optimizer: Any) -> None:
+        """All ranks tell each other the divisor of the first loss and how many samples it was for."""
+        self.machine.before_apply.remove(self._compare)
+        if not self.watch.active:
+            return
+        self.end()
+        divisor, count = self.seen[0] if self.seen else (None, 0)
+        mine = [divisor.value, float(count), float(divisor.is_sum)] if divisor else [0.0, 0.0, 0.0]
+        every = self.exchange.every(mine)
+        verdict = selfcheck.judge([e[0] for e in every], [e[1] for e in every], any(e[2] for e in every))
+        if verdict and self.machine.rank == 0:
+            self.warn(selfcheck.biased(*verdict, divisor.what if divisor else ""))
+
+    def end(self) -> None:
+        self.watch.end()
+
+    def check_halves(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> None:
+        """run.step's own check, on this rank alone."""
+        if self.halves_checked or not self.is_mean:
+            return
+        self.halves_checked = True
+        found = selfcheck.halves_agree(loss_fn, output, target)
+        if found:
+            self.warn(selfcheck.not_a_mean(*found))

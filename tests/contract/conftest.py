@@ -1,0 +1,1 @@
+from tests.equality.conftest import launch as launch

@@ -1,0 +1,92 @@
+"""One contract suite for every Group: alone, threads, torch over our store."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.clock import Deadline
+from echelon.comm.alone import AloneGroup
+from echelon.comm.group import Lost, Met, merge
+from echelon.comm.threads import Room
+from tests.contract.group_contract import CHECKS
+
+WORKER = Path(__file__).with_name("group_worker.py")
+
+
+def together(size, act):
+    """Runs act(group) on `size` thread ranks; raises what any of them raised."""
+    groups, errors = Room(size).groups(), []
+
+    def body(group):
+        try:
+            act(group)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(g,)) for g in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_a_group_of_one(check):
+    check(AloneGroup())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_threads(check, size):
+    together(size, check)
+
+
+@pytest.mark.case("Group over torch.distributed with our store")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_torch_over_our_store(launch, tmp_path, workers):
+    result = launch(WORKER, str(tmp_path), workers=workers)
+    assert result.code == 0, result.err
+    assert len(list(tmp_path.glob("met-*"))) == workers
+
+
+@pytest.mark.case("Lost")
+def test_a_dead_peer_is_lost_for_the_others_and_named(launch, tmp_path):
+    result = launch(WORKER, str(tmp_path), "die", workers=3)
+    assert result.code == 137
+    assert [(tmp_path / f"lost-{r}").read_text() for r in (0, 1)] == ["(2,)", "(2,)"]
+
+
+def test_a_rank_that_does_not_come_is_lost_at_the_deadline():
+    a, _ = Room(2).groups()
+    outcome = a.all_reduce(torch.ones(1)).wait(Deadline.after(0.05))
+    assert isinstance(outcome, Lost)
+    assert outcome.peers == (1,)
+
+
+def test_different_operations_name_both_sides():
+    a, b = Room(2).groups()
+    work = a.all_reduce(torch.ones(3))
+    b.broadcast(torch.ones(4))
+    outcome = work.wait(Deadline.after(1))
+    assert isinstance(outcome, Lost)
+    assert "rank 0: all_reduce sum (3,)" in outcome.reason
+    assert "rank 1: broadcast from 0 (4,)" in outcome.reason
+
+
+def test_abort_loses_what_is_under_way_and_what_comes():
+    for group in (AloneGroup(), Room(2).groups()[0]):
+        group.abort("enough")
+        assert group.all_reduce(torch.ones(1)).wait(Deadline.after(1)) == Lost(
+            group.barrier().wait(Deadline.after(1)).peers, "enough"
+        )
+
+
+def test_outcomes_merge_to_everybody_who_was_lost():
+    assert merge([Met(), Met()]) == Met()
+    assert merge([Met(), Lost((2,), "a"), Lost((0, 2), "b")]) == Lost((0, 2), "a")

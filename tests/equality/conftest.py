@@ -1,0 +1,45 @@
+"""Launches that many tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass
+class Launched:
+    code: int
+    err: str
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory):
+    """launch(script, *args, workers=2, options=()) -> Launched. One worker is started by plain python."""
+
+    def run(script: Path, *args: str, workers: int = 2, options: tuple[str, ...] = ()) -> Launched:
+        folder = tmp_path_factory.mktemp("launch")
+        command = [sys.executable, str(script), *args]
+        if workers > 1:
+            command = [
+                sys.executable,
+                "-m",
+                "echelon",
+                "run",
+                "--workers",
+                str(workers),
+                *options,
+                str(script),
+                *args,
+            ]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("ECHELON_")} | {
+            "ECHELON_RUNS": str(folder)
+        }
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=170)
+        return Launched(done.returncode, done.stdout + done.stderr)
+
+    return run

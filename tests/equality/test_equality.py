@@ -1,0 +1,119 @@
+"""Same answer: every synchronous form ends with the weights of one process in plain torch, in float64, to 1e-10.
+
+One launch a world size runs all cells; the loop in plain torch runs here.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.equality import features, zoo
+
+HERE = Path(__file__).parent
+BOUND = 1e-10
+WORLDS = (1, 2, 3, 4)
+
+
+@functools.cache
+def plain(case):
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return zoo.plain_torch(*case)
+
+
+@functools.cache
+def plain_feature(name):
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return features.FEATURES[name](features.Plain())
+
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory, launch):
+    """script name, workers -> each rank's results; a launch is made once."""
+
+    @functools.cache
+    def run(script, workers):
+        out = tmp_path_factory.mktemp(f"{script}-{workers}")
+        return out, launch(HERE / f"{script}.py", str(out), workers=workers)
+
+    def results(script, workers):
+        out, result = run(script, workers)
+        assert result.code == 0, result.err[-4000:]
+        return [torch.load(out / f"rank-{r}.pt") for r in range(workers)]
+
+    return results
+
+
+def difference(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    return max(float((mine[k].double() - theirs[k].double()).abs().max()) for k in mine)
+
+
+@pytest.mark.case("equality matrix")
+@pytest.mark.parametrize("workers", WORLDS)
+@pytest.mark.parametrize("case", zoo.CELLS, ids=lambda c: "-".join(map(str, c)))
+def test_the_matrix(launched, workers, case):
+    for rank_results in launched("cells", workers):
+        weights, _ = rank_results[case]
+        assert difference(weights, plain(case)) <= BOUND
+
+
+@pytest.mark.case("committed ids")
+@pytest.mark.parametrize("workers", WORLDS)
+def test_committed_ids_of_every_epoch_are_the_epochs_order(launched, workers):
+    ranks = launched("cells", workers)
+    for case in zoo.CELLS:
+        for epoch in range(zoo.EPOCHS):
+            ids = sorted(i for results in ranks for i in results[case][1][epoch])
+            assert ids == list(range(zoo.SAMPLES)), (case, epoch)
+
+
+@pytest.mark.case("twice the same bits")
+def test_the_same_run_twice_gives_the_same_bits(launched, launch, tmp_path):
+    first = launched("cells", 2)
+    assert launch(HERE / "cells.py", str(tmp_path), workers=2).code == 0
+    for rank, results in enumerate(first):
+        again = torch.load(tmp_path / f"rank-{rank}.pt")
+        for case, (weights, _) in results.items():
+            assert all(torch.equal(v, again[case][0][k]) for k, v in weights.items()), case
+
+
+STORMS = ["plain", "accumulating", "accumulating by hand", "micro-batches", "amp", "scaler", "batchnorm",
+          "ema of the strategy", "ema of the script", "loader processes", "gan"]  # fmt: skip
+
+
+@pytest.mark.case("faults.lose")
+@pytest.mark.case("replay")
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", STORMS)
+def test_a_lost_step_changes_no_bit(launched, workers, name):
+    ranks = launched("storms", workers)
+    for results in ranks:
+        (calm, calm_ids, calm_lost), (stormy, stormy_ids, stormy_lost) = results[name]
+        assert calm_lost == 0
+        assert stormy_lost >= 4
+        assert calm.keys() == stormy.keys()
+        assert [k for k in calm if not torch.equal(calm[k], stormy[k])] == []
+        assert calm_ids == stormy_ids
+    samples = 20 if name == "accumulating by hand" else zoo.SAMPLES
+    for epoch in range(zoo.EPOCHS):
+        seen = [i for results in ranks for i in results[name][1][1][epoch]]
+        assert len(set(seen)) == len(seen) == samples
+
+
+FEATURE_WORLDS = (1, 2, 3)
+
+
+@pytest.mark.parametrize("workers", FEATURE_WORLDS)
+@pytest.mark.parametrize("name", features.FEATURES)
+def test_features(launched, workers, name):
+    for results in launched("features", workers):
+        assert difference(results[name], plain_feature(name)) <= BOUND

@@ -1,0 +1,82 @@
+"""Strategies: three spellings of one record, and errors that name the nearest word."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from echelon import strategy
+from echelon.errors import StrategyError
+from echelon.strategy import Strategy
+
+
+def test_string_toml_and_python_are_the_same(tmp_path):
+    (tmp_path / "s.toml").write_text(
+        'strategy = "allreduce,accumulate=4"\nseed = 7\nema = 0.9\nsync_batchnorm = false\n'
+    )
+    python = Strategy(accumulate=4, seed=7, ema=0.9, sync_batchnorm=False)
+    assert strategy.merge(strategy.load(tmp_path / "s.toml")) == python
+    assert (
+        strategy.merge(strategy.parse("allreduce,accumulate=4,seed=7,ema=0.9,sync_batchnorm=false")) == python
+    )
+    assert strategy.merge(strategy.parse(str(python))) == python
+
+
+def test_precedence():
+    layers = [
+        {"seed": 1},
+        {"seed": 2, "accumulate": 2},
+        {"accumulate": 3, "keep": 5},
+        {"keep": 6, "ema": 0.5},
+    ]
+    merged = strategy.merge(*layers)
+    assert (merged.seed, merged.accumulate, merged.keep, merged.ema) == (1, 2, 5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("alreduce", "Did you mean allreduce?"),
+        ("accumlate=3", "Did you mean accumulate?"),
+        ("allreduce,ps", "two forms, allreduce and ps"),
+        ("seed=1,seed=2", "seed twice"),
+        ("accumulate=0", "at least 1"),
+        ("accumulate=x", "not a whole number"),
+        ("batch=perworker", "Did you mean per-worker?"),
+        ("sync_batchnorm=maybe", "neither true nor false"),
+        ("ema=1.5", "must lie in"),
+        ("warmup_steps=3", "goes with batch=per-worker"),
+    ],
+)
+def test_mistakes_teach(text, said):
+    with pytest.raises(StrategyError, match=said.replace("?", r"\?")):
+        strategy.merge(strategy.parse(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ps",
+        "sharded",
+        "tensor=2",
+        "pipeline=2",
+        "update=async",
+        "compress=fp16",
+        "slices=8",
+        "checkpoint_every=5",
+    ],
+)
+def test_what_is_not_built_yet_says_so(text):
+    with pytest.raises(StrategyError, match="does not have"):
+        strategy.require_built(strategy.merge(strategy.parse(text)))
+
+
+def test_every_field_has_a_sentence():
+    import ast
+    import inspect
+
+    body = next(n for n in ast.parse(inspect.getsource(strategy)).body if isinstance(n, ast.ClassDef)).body
+    for field, after in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(after, ast.Expr), f"{field.target.id} has no sentence"
