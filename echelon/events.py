@@ -28,7 +28,7 @@ class Event:
         Event.kinds[cls.__name__] = cls
 
     def to_dict(self) -> dict[str, Any]:
-        return {"event": type(self).__name__, **dataclasses.asdict(self)}
+        return {"event": type(self).__name__, **vars(self)}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), default=str)
@@ -76,6 +76,13 @@ class ProcessEnded(Event):
     pid: int
     code: int
     peak_rss_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configured(Event):
+    """The script called init: the strategy's fields as they count, the script's own among them."""
+
+    strategy: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import resource
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from echelon.events import Beat
 from echelon.parallel import norm
 from echelon.prepare.loader import Feed
 from echelon.step import Machine
+from echelon.strategy import Strategy
 
 if TYPE_CHECKING:
     from echelon.run import Run
@@ -38,40 +41,69 @@ def beat(machine: Machine, rank: int, epochs: int) -> Beat:
 
 
 def lines(run: Run, feed: Feed) -> list[str]:
-    """The first lines of a run: what makes a step, and what would change the answer."""
-    strategy, workers = run.strategy, run.world_size
+    """The first lines of a run: what makes a step, and what would change the answer.
+
+    What the launcher said above them (strategy, workers) is left out.
+    """
     size = feed.user.batch_size or getattr(feed.user.batch_sampler, "batch_size", None)
-    global_batch = (
-        None
-        if size is None
-        else size * strategy.accumulate * (workers if strategy.batch == "per-worker" else 1)
-    )
-    said = [f"strategy {strategy} · {workers} worker{'s' * (workers > 1)} · {run.device}"]
-    if global_batch is None:
-        said.append("global batch: as the loader yields it")
-    else:
-        each = (
-            size
-            if strategy.batch == "per-worker"
-            else f"{size / workers:g}"
-            if size and size % workers
-            else size and size // workers
-        )
-        text = f"global batch {global_batch} samples a step · {each} a worker and forward"
-        if strategy.microbatches > 1:
-            text += f" in {strategy.microbatches} micro-batches"
-        text += f" · accumulate {strategy.accumulate}"
-        if strategy.accumulate > 1:
-            text += f": the step's batch is {strategy.accumulate} × {global_batch // strategy.accumulate}"
-        said.append(text)
-    said.append(_learning_rate(run))
+    said = [
+        *_chosen(run),
+        _batch(run.strategy, run.world_size, size),
+        f"{_compute(run)} · {_learning_rate(run)}",
+    ]
     changes = _changes(run)
-    said.append(
-        "same answer as one process"
-        if not changes
-        else "not the answer of one process: " + "; ".join(changes)
+    if not changes:
+        return [*said, "same answer as one process"]
+    return [*said, "not the answer of one process:", *(f"  {change}" for change in changes)]
+
+
+def _chosen(run: Run) -> list[str]:
+    workers = f"{run.world_size} worker{'s' * (run.world_size > 1)}"
+    if run.member is None:
+        return [f"strategy {run.strategy} · {workers}"]
+    if run.member.description.get("strategy") == dataclasses.asdict(run.strategy):
+        return []
+    return [f"strategy {run.strategy} (with what the script sets)"]
+
+
+def _batch(strategy: Strategy, workers: int, size: int | None) -> str:
+    """`global batch 16 samples a step · 4 a worker in each forward · accumulate 2: the step's batch is 2 × 8`"""
+    if size is None:
+        return "global batch: as the loader yields it"
+    per_worker = strategy.batch == "per-worker"
+    met, accumulate = size * (workers if per_worker else 1), strategy.accumulate
+    whole = met * accumulate
+    pieces = [
+        f"global batch {whole} sample{'s' * (whole != 1)} a step",
+        f"{_each(size, strategy.microbatches, 1 if per_worker else workers)}"
+        f"{' in each forward' * (accumulate > 1 or strategy.microbatches > 1)}",
+    ]
+    if strategy.microbatches > 1:
+        pieces.append(f"{strategy.microbatches} micro-batches a batch")
+    pieces.append(
+        f"accumulate {accumulate}: the step's batch is {accumulate} × {met}"
+        if accumulate > 1
+        else "accumulate 1 (the strategy's)"
     )
-    return said
+    return " · ".join(pieces)
+
+
+def _each(size: int, microbatches: int, workers: int) -> str:
+    """A worker's samples in one forward: the batch is cut into micro-batches, and each of them over the workers."""
+    slices = min(microbatches, size)
+    largest = math.ceil(size / slices)
+    least, most = size // slices // workers, math.ceil(largest / workers)
+    if least:
+        return f"{most} a worker" if least == most else f"{least} or {most} a worker"
+    have = "has" if largest == 1 else "have"
+    few = f" ({largest} of {workers} workers {have} work)" if largest < workers else ""
+    return f"at most {most} a worker{few}"
+
+
+def _compute(run: Run) -> str:
+    device = run.device.type if run.world_size > 1 else str(run.device)
+    precision = f" in {run.strategy.precision}" if run.strategy.precision != "fp32" else ""
+    return f"computes on {device}{precision}"
 
 
 def _learning_rate(run: Run) -> str:

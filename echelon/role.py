@@ -82,9 +82,9 @@ class Ending:
         )
         self.mine.emit(told)
         if not isinstance(error, SystemExit):
-            print(told.traceback, file=sys.stderr, flush=True)
+            _complain(told.traceback)
         elif not isinstance(error.code, int):
-            print(error.code, file=sys.stderr, flush=True)
+            _complain(str(error.code))
         self.code, self.step = code, told.step
         self._leave()
 
@@ -110,17 +110,20 @@ class Ending:
 
 def work(script: Sequence[str], ending: Ending) -> NoReturn:
     """Runs the script to its end and says how it ended. atexit handlers run after that, as in plain python."""
-    try:
-        _run(list(script))
-    except BaseException as error:
-        from echelon.failure import exit_code
+    from echelon.failure import exit_code
 
+    try:
+        try:
+            _run(list(script))
+        except SystemExit as leaving:
+            if exit_code(leaving) != 0:
+                raise
+        ending.done()
+    except BaseException as error:  # the script's, or our own at its end
         code = exit_code(error)
-        if code != 0:
-            _flush()
-            ending.failed(error, code)
-            sys.exit(code)
-    ending.done()
+        _flush()
+        ending.failed(error, code)
+        sys.exit(code)
     _flush()
     sys.exit(0)
 
@@ -162,6 +165,14 @@ def _step(mine: member.Member) -> int:
         return mine.report().step if mine.report is not None else 0
     except Exception:
         return 0
+
+
+def _complain(text: str) -> None:
+    """Onto stderr, whatever characters it lacks."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except UnicodeError:
+        print(text.encode("ascii", "backslashreplace").decode(), file=sys.stderr, flush=True)
 
 
 def _flush() -> None:

@@ -57,7 +57,7 @@ class Run:
         self.machine.may_go_on = lambda lost: lost.reason == ON_PURPOSE
         self.exchange = Exchange(self.world.side, self._side_lost)
         self.norms = norm.NormSync(self.world.side, lambda: self.machine.share, self._side_lost)
-        self.log_book = Log(self.machine, emit)
+        self.log_book = Log(self.machine, emit, own_beat=member is None)
         self.models: list[nn.Module] = []
         self.feeds: list[Feed] = []
         self.averages: dict[int, Average] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -12,8 +14,11 @@ from typing import Any
 from echelon import env
 from echelon import strategy as strategies
 from echelon.control import member as members
-from echelon.events import Event, Logged, Metric, Sink
+from echelon.events import Configured, Event, Logged, Metric
 from echelon.run import Run
+from echelon.show import tensorboard
+from echelon.show.progress import Display
+from echelon.show.summary import closing, short
 from echelon.strategy import Strategy
 
 BEAT_S = 0.25
@@ -40,14 +45,20 @@ def init(
         return _run
     place, member = env.place(), members.current()
     chosen = _strategy(strategy, seed, fields, member.description if member else {})
+    if chosen.tensorboard:
+        tensorboard.require()
     if member is None:
         alone = name or f"python-{datetime.now():%m%d-%H%M%S}"
         place = env.Place(run=alone, run_dir=Path(run_dir) if run_dir else None, host=place.host)
-        sink, close = _alone_sink()
+        shown = Alone(place, chosen)
+        _run = Run(place, chosen, None, shown)
+        _run.machine.after_apply.append(lambda optimizer: shown.look())
+        atexit.register(_close, shown.close)
     else:
-        sink, close = member.emit, _nothing
-    _run = Run(place, chosen, member, sink)
-    atexit.register(_close, close)
+        _run = Run(place, chosen, member, member.emit)
+        atexit.register(_close, _nothing)
+    if _run.is_main:
+        _run.emit(Configured(rank=0, strategy=dataclasses.asdict(chosen)))
     return _run
 
 
@@ -73,29 +84,39 @@ def _nothing() -> None:
     return
 
 
-def _alone_sink() -> tuple[Sink, Callable[[], None]]:
-    """Plain python: the same display as under `echelon run`, in this process; nothing is written to disk."""
-    from echelon.show.progress import Display
+class Alone:
+    """Plain python: the same display as under `echelon run`, in this process. On disk only what was asked for. A Sink."""
 
-    display = Display(num_workers=1)
-    shown_at = 0.0
+    def __init__(self, place: env.Place, chosen: Strategy) -> None:
+        folder = place.run_dir or env.runs_dir() / place.run
+        self._display = Display(num_workers=1)
+        self._board = tensorboard.TensorBoard(folder / "tensorboard", wanted=chosen.tensorboard)
+        self._looked_at = 0.0
 
-    def sink(event: Event) -> None:
-        nonlocal shown_at
+    def __call__(self, event: Event) -> None:
         if isinstance(event, Logged):
-            now = time.monotonic()
-            if _run is not None and now - shown_at > BEAT_S:
-                shown_at = now
-                display.handle(_run.beat())
+            self.look()
             event = Metric(time=event.time, step=event.step, values=event.values)
-        display.handle(event)
+        self._display.handle(event)
+        self._board(event)
 
-    def close() -> None:
+    def look(self) -> None:
+        """Shows how far the script is; called often, does something now and then."""
+        now = time.monotonic()
+        if _run is not None and now - self._looked_at > BEAT_S:
+            self._looked_at = now
+            self._display.handle(_run.beat())
+
+    def close(self) -> None:
+        """The last words, unless the script raised: then its traceback stays the last thing on the screen."""
         if _last is not None:
-            display.handle(_last.beat())
-        display.close()
-
-    return sink, close
+            self._display.progress.take(_last.beat(), time.monotonic())
+        self._display.close()
+        self._board.close()
+        if getattr(sys, "last_value", None) is None:
+            self._display.say(*closing(self._display.progress))
+            if self._board.wanted and self._board.folder.exists():
+                self._display.say(f"TensorBoard files: {short(self._board.folder)}")
 
 
 def _close(close: Callable[[], None]) -> None:

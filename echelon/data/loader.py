@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from echelon.data import order
 from echelon.data.deal import Cut, Micro, micros
@@ -69,17 +77,29 @@ class Dealer:
         return [(micro.epoch, i) for i in (micro.ids[lo:hi] if hi > lo else micro.ids[:1])]
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A batch that needs no collating any more."""
+
+    batch: Any
+
+
 class Seeded(Dataset[Any]):
     """The script's dataset, with every sample's randomness seeded by (seed, epoch, sample)."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Callable[..., Any]) -> None:
         self.dataset, self.seed = dataset, seed
+        self.rows = _rows(dataset) if collate is default_collate else None
+        """Tensors whose rows are the samples: then a batch is one look-up a tensor, with default_collate's result."""
         self.plain = _draws_nothing(dataset)
         self.batched = _fetches_batches(dataset)
 
-    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> Any:
         if keys[0][1] is END or keys[0][1] == END:
             return [END]
+        if self.rows is not None:
+            ids = torch.tensor([_inner(self.dataset, i) for _, i in keys])
+            return Ready([t[ids] for t in self.rows])
         if self.plain:
             return self._fetch(keys)
         outside = capture() if get_worker_info() is None else None
@@ -110,7 +130,9 @@ class Collate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: Any) -> Any:
+        if isinstance(samples, Ready):
+            return samples.batch
         if len(samples) == 1 and isinstance(samples[0], str) and samples[0] == END:
             return END
         return self.collate(samples)
@@ -125,7 +147,7 @@ class MapParts:
         self.dealer = Dealer(cut)
         self.drop = 0
         self.inner: DataLoader[Any] = DataLoader(
-            Seeded(loader.dataset, seed),
+            Seeded(loader.dataset, seed, loader.collate_fn),
             batch_sampler=self.dealer,  # type: ignore[arg-type]
             num_workers=loader.num_workers,
             collate_fn=Collate(loader.collate_fn),
@@ -163,6 +185,21 @@ class MapParts:
     def kept(part: Part) -> Part:
         """What must be kept of a yielded part to yield it again: its ids, not its data."""
         return Part(part.micro, part.count, None)
+
+
+def _rows(dataset: Any) -> Sequence[torch.Tensor] | None:
+    """The tensors behind a plain TensorDataset (also inside Subsets), if its samples are rows of strided ones."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or any(t.layout is not torch.strided for t in dataset.tensors):
+        return None
+    return dataset.tensors
+
+
+def _inner(dataset: Any, index: Any) -> Any:
+    while type(dataset) is Subset:
+        index, dataset = dataset.indices[index], dataset.dataset
+    return index
 
 
 def _draws_nothing(dataset: Any) -> bool:

@@ -41,25 +41,31 @@ class RandomState:
 
 
 class _Watched:
-    """The state of a generator that is slow to copy (40 µs), copied only once it is seen to move.
+    """The state of a generator that is slow to copy, copied only while it is seen to move.
 
-    `peek` reads a few bytes that change with every draw. Until they change, the first copy is still right; from the
-    first change on the state is copied every time (numpy keeps a second gaussian that no peek shows).
+    `peek` reads a few bytes that change with every draw. Until they change, the last copy is still right. After a
+    change the state is copied every time, until it stood still for CALM captures (numpy keeps a second gaussian
+    that no peek shows, so one quiet capture proves nothing).
     """
+
+    CALM = 1000
 
     def __init__(self, peek: Callable[[], bytes] | None, full: Callable[[], Any]) -> None:
         self.peek, self.full = peek, full
-        self.mark: bytes | None = None
+        self.mark = b""
         self.last: Any = None
+        self.restless = 0
 
     def state(self) -> Any:
         if self.peek is None:
             return self.full()
         mark = self.peek()
         if mark == self.mark:
-            return self.last
-        if self.mark is not None:
-            self.peek = None
+            if not self.restless:
+                return self.last
+            self.restless -= 1
+        else:
+            self.restless = self.CALM if self.mark else 0
         self.mark, self.last = mark, self.full()
         return self.last
 

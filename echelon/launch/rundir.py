@@ -98,7 +98,8 @@ def create(script: str, *, name: str | None, run_dir: Path | None, now: float) -
         )
     if run_dir is not None:
         _make(run_dir, f"--run-dir {run_dir}", may_be_empty=True)
-        folder, name = run_dir, name or run_dir.resolve().name
+        folder, listed = run_dir, run_dir.resolve().parent == env.runs_dir().resolve()
+        name = name or (run_dir.resolve().name if listed else _fresh_name(script, now))
     elif name is not None:
         folder = env.runs_dir() / name
         _make(folder, f"the run {name!r}", may_be_empty=False)
@@ -143,11 +144,14 @@ def start_ticks(pid: int) -> int:
     return 0 if fields[0] == b"Z" else int(fields[19])
 
 
-def _make_fresh(script: str, now: float) -> Path:
+def _fresh_name(script: str, now: float) -> str:
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(script).stem).strip("-.") or "run"
-    day = time.strftime("%Y%m%d", time.localtime(now))
+    return f"{stem}-{time.strftime('%Y%m%d', time.localtime(now))}-{secrets.token_hex(2)}"
+
+
+def _make_fresh(script: str, now: float) -> Path:
     for _ in range(100):
-        folder = env.runs_dir() / f"{stem}-{day}-{secrets.token_hex(2)}"
+        folder = env.runs_dir() / _fresh_name(script, now)
         try:
             folder.mkdir(parents=True)
             return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.machinery
@@ -18,6 +19,7 @@ from echelon.launch import rundir
 from echelon.launch.local import Job, make_plan
 from echelon.launch.rundir import RunDir
 from echelon.show import tensorboard
+from echelon.show.lines import fold
 from echelon.show.progress import Display
 from echelon.strategy import Strategy
 
@@ -81,14 +83,11 @@ def run(
             "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
             "coordinator": plan.coordinator,
         })  # fmt: skip
-        display = Display(num_workers=job.num_workers, host=plan.host, own_prints=False)
-        display.say(f"run {name} · {chosen} · {plan.threads_sentence}")
-        sinks = [tensorboard.TensorBoard(folder.path / "tensorboard")] if chosen.tensorboard else []
-        try:
-            return Supervisor(plan, folder, listening, display, sinks).run()
-        finally:
-            for sink in sinks:
-                sink.close()
+        display = Display(num_workers=job.num_workers, host=plan.host, own_prints=False, starting=True)
+        display.say(*fold(f"run {name} · {plan.threads_sentence} · {chosen}"))
+        board = tensorboard.TensorBoard(folder.path / "tensorboard", wanted=chosen.tensorboard)
+        with contextlib.closing(board):
+            return Supervisor(plan, folder, listening, display, [board]).run()
 
 
 def state_of(folder: RunDir) -> str:

@@ -16,6 +16,8 @@ from echelon.show.lines import Collapser, Line
 from echelon.show.progress import Display
 
 LOG_TAIL_LINES = 12
+TRACEBACK_LINES = 30
+"""A log that ends with a traceback of at most so many lines is shown from its beginning."""
 
 
 class Streams:
@@ -115,4 +117,7 @@ def tail_lines(text: str) -> list[str]:
         return [crash[0], *(line for line in stack if own not in line and "<frozen runpy>" not in line)][
             :LOG_TAIL_LINES
         ]
+    raised = [i for i, line in enumerate(lines) if line.startswith("Traceback ")]
+    if raised and len(lines) - raised[-1] <= TRACEBACK_LINES:
+        return lines[raised[-1] :]
     return lines[-LOG_TAIL_LINES:]

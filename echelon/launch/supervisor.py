@@ -273,7 +273,11 @@ class Supervisor:
 
     def _finish(self) -> int:
         """Says how it ended, the first failure last, and writes it down."""
-        self.streams.finish(failed.traceback for failed in self.failures)
+        verdict = self._verdict()
+        told = [failed.traceback for failed in self.failures]
+        if self.stop is None and verdict is not None and verdict.failed is None:
+            told += tail(self.folder.log("worker", verdict.rank))  # the block shows it
+        self.streams.finish(told)
         code, progress = self._code(), self.display.progress
         self._close(code)
         self.folder.update(
@@ -283,7 +287,6 @@ class Supervisor:
             samples=progress.samples,
             metrics=progress.metrics,
         )
-        verdict = self._verdict()
         if self.stop is not None:
             step = f" at step {progress.step}" if progress.step else ""
             self.display.say("", f"run {self.plan.name}: {self.stop.reason}{step}",

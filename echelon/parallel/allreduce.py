@@ -97,7 +97,7 @@ class AllReduceSync:
         for bucket in self.buckets:
             bucket.missing, bucket.work, bucket.again = len(bucket.slots), None, False
         for slot in self.slots:
-            slot.fired = slot.stacked = False
+            slot.fired = slot.stacked = slot.counted = False
         self.next_bucket = 0
 
     def refresh(self) -> None:
@@ -143,7 +143,7 @@ class AllReduceSync:
         self.open = True
         backward.at_end(self.finish)
         if slot.sparse:
-            slot.fired = True
+            slot.fired, slot.counted = True, share.counts
             return
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
@@ -176,10 +176,11 @@ class AllReduceSync:
             )  # an earlier backward's global gradient is in it: the weights of all ranks sum to one
         else:
             torch.mul(grad, weight, out=view)
+        slot.fired, slot.counted = True, share.counts
         if slot.pending is not None or slot.sealed is not None:
             self._add_held(slot)
+            slot.counted = True
         param.grad = None
-        slot.fired = True
         if self.order is not None:
             self.order.append(slot.index)
         bucket.missing -= 1
@@ -206,10 +207,7 @@ class AllReduceSync:
     def _write_tail(self, held: Iterable[Slot] = ()) -> None:
         """Who took part, and which parameters have a gradient here that counts."""
         holding = {id(s) for s in held}
-        counts = self.share.counts
-        used = [
-            float((counts and s.fired) or s.param.grad is not None or id(s) in holding) for s in self.slots
-        ]
+        used = [float(s.counted or s.param.grad is not None or id(s) in holding) for s in self.slots]
         self.tail.copy_(torch.tensor([1.0, float(self.meetings), *used], dtype=self.tail.dtype))
 
     # -- the end of a backward -----------------------------------------------------------------------------------

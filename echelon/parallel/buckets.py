@@ -18,7 +18,7 @@ ALIGN = 64
 class Slot:
     """One parameter's place in a bucket and what it holds between micro-steps."""
 
-    __slots__ = ("bucket", "fired", "index", "late", "name", "param", "pending", "sealed", "sparse",
+    __slots__ = ("bucket", "counted", "fired", "index", "late", "name", "param", "pending", "sealed", "sparse",
                  "stacked", "view")  # fmt: skip
 
     def __init__(self, index: int, name: str, param: nn.Parameter, sparse: bool) -> None:
@@ -27,6 +27,8 @@ class Slot:
         self.view: Tensor | None = None
         self.fired = False
         """A gradient came in the meeting that is open."""
+        self.counted = False
+        """… and counts: it was not a stand-in's, or the group held some from before."""
         self.stacked = False
         """… on top of an earlier backward's global one, inside a group."""
         self.late: Tensor | None = None

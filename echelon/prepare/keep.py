@@ -45,21 +45,22 @@ class Tensors:
 
 
 class Buffers:
-    """A model's buffers (BatchNorm's running statistics and the like)."""
+    """A model's buffers (BatchNorm's running statistics and the like), also those added or replaced later."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.kept: Tensors | None = None
+        self.homes = [m._buffers for m in model.modules()]
+        self.known: list[Tensor | None] = []
+        self.kept = Tensors([])
 
     def keep(self) -> None:
-        live = [b.detach() for b in self.model.buffers()]
-        if self.kept is None or not _same(self.kept.live, live):
-            self.kept = Tensors(live)
+        live = [b for home in self.homes if home for b in home.values()]
+        if len(live) != len(self.known) or any(a is not b for a, b in zip(live, self.known, strict=True)):
+            self.known = live
+            self.kept = Tensors([b.detach() for b in live if b is not None])
         self.kept.keep()
 
     def put_back(self) -> None:
-        if self.kept is not None:
-            self.kept.put_back()
+        self.kept.put_back()
 
 
 class Randomness:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import Any
 
 from torch import Tensor
@@ -11,18 +12,22 @@ from torch import Tensor
 from echelon.events import Logged, Sink
 from echelon.step import Machine
 
+FLUSH_S = 0.2
+
 
 class Log:
     """Values are weighted by this rank's samples. A lost step's values are dropped.
 
-    Tensors on a GPU are read by the beat thread, so that logging never waits for the device.
+    On the path of a step a value is only put aside. The beat thread makes events of them (`flush`), so that logging
+    neither waits for a GPU nor for a wire; without a beat thread (`own_beat`), a step does so now and then.
     """
 
-    def __init__(self, machine: Machine, emit: Sink) -> None:
-        self.machine, self.emit = machine, emit
+    def __init__(self, machine: Machine, emit: Sink, own_beat: bool) -> None:
+        self.machine, self.emit, self.own_beat = machine, emit, own_beat
         self.group: list[tuple[dict[str, Any], float]] = []
         self.waiting: list[tuple[int, list[tuple[dict[str, Any], float]]]] = []
         self.lock = threading.Lock()
+        self.flushed_at = 0.0
 
     def add(self, values: dict[str, Any]) -> None:
         machine = self.machine
@@ -31,7 +36,7 @@ class Log:
             return
         part = machine.current.part if machine.current else None
         weight = float(part.count) if part else 1.0
-        held = {k: v.detach() if isinstance(v, Tensor) else float(v) for k, v in values.items()}
+        held = {k: v.detach() if isinstance(v, Tensor) and v.is_cuda else float(v) for k, v in values.items()}
         self.group.append((held, weight))
         if not machine.share.last:
             return
@@ -39,10 +44,11 @@ class Log:
         with self.lock:
             self.waiting.append((step, self.group))
             self.group = []
-        if not any(isinstance(v, Tensor) and v.is_cuda for v in held.values()):
+        if self.own_beat and time.monotonic() - self.flushed_at > FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
+        self.flushed_at = time.monotonic()
         with self.lock:
             waiting, self.waiting = self.waiting, []
         for step, group in waiting:

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-3
+MEAN, SUM = 1, 2
+ELEMENTWISE = (
+    "MseLossBackward0",
+    "SmoothL1LossBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0",
+    "HuberLossBackward0",
+)
 
 
 @dataclass(frozen=True)
@@ -35,26 +42,16 @@ def divisor_of(loss: Tensor) -> Divisor | None:
         if node is None:
             return None
         name = type(node).__name__
-        if name.startswith("NllLoss") and node._saved_reduction == 1:
-            return Divisor(
-                value * float(node._saved_total_weight),
-                what or "cross_entropy: the targets that are not ignored",
-            )
+        reduction = getattr(node, "_saved_reduction", 0)
+        if name.startswith("NllLoss") and reduction == MEAN:
+            valid = float(node._saved_total_weight)
+            return Divisor(value * valid, what or "cross_entropy: the targets that are not ignored")
         if name == "MeanBackward0":
             return Divisor(value * _numel(node), what or "mean: its elements")
-        if name in (
-            "MseLossBackward0",
-            "SmoothL1LossBackward0",
-            "BinaryCrossEntropyWithLogitsBackward0",
-            "HuberLossBackward0",
-        ):
-            if getattr(node, "_saved_reduction", 0) == 1:
-                return Divisor(value * float(node._saved_self.numel()), what or "mean: its elements")
-            return (
-                Divisor(value, what or "a sum", is_sum=value == 1.0)
-                if getattr(node, "_saved_reduction", 0) == 2
-                else None
-            )
+        if name in ELEMENTWISE and reduction == MEAN:
+            return Divisor(value * float(node._saved_self.numel()), what or "mean: its elements")
+        if name.startswith("NllLoss") or name in ELEMENTWISE:
+            return Divisor(value, what or "a sum", is_sum=value == 1.0) if reduction == SUM else None
         if name == "SumBackward0":
             return Divisor(value, what or "a sum", is_sum=value == 1.0)
         if name == "DivBackward0":

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.launch.blame import Verdict
-from echelon.show.lines import spell_ranks
+from echelon.show.lines import COLUMNS, spell_ranks
 
 MAX_TRACEBACK_LINES = 40
-COLUMNS = 80
 
 
 def failure_block(
@@ -23,7 +22,9 @@ def failure_block(
     step = failed.step if failed is not None and failed.step else step
     lines = [
         "",
-        _mark(f"{where} {_what(verdict)}{f' at step {step}' if step else ''}{_words(verdict)}", style),
+        _mark(
+            f"{where} {_what(verdict)}{f' at step {step}' if step else ''}{_words(verdict, log_tail)}", style
+        ),
     ]
     if cause:
         lines += textwrap.wrap(cause, COLUMNS - 4, initial_indent="  ", subsequent_indent="  ")
@@ -61,10 +62,13 @@ def _what(verdict: Verdict) -> str:
     return "failed"
 
 
-def _words(verdict: Verdict) -> str:
+def _words(verdict: Verdict, log_tail: Sequence[str]) -> str:
     if verdict.failed is not None:
         return f": {verdict.failed.error}"
-    return "" if verdict.exit is not None and verdict.exit.signal else " and left no exception"
+    if verdict.exit is not None and verdict.exit.signal:
+        return ""
+    last = log_tail[-1] if any(line.startswith("Traceback ") for line in log_tail) else ""
+    return f": {last}" if last and not last.startswith(" ") else " and left no exception"
 
 
 def _others(ranks: Sequence[int], what: str) -> str:

@@ -17,6 +17,9 @@ WINDOW_S = 0.2
 PARTIAL_S = 2.0
 """A line without an end (a prompt, dots, a progress bar) is shown this often."""
 
+COLUMNS = 80
+"""What the run itself says fits a terminal of this width; what scripts print stays as it is."""
+
 MAX_LINE_CHARS = 20_000
 MAX_HELD = 500
 """More lines than this at once (a flood) are not held back for duplicates."""
@@ -35,6 +38,8 @@ class Line:
     text: str
 
     def render(self, host: str) -> str:
+        if not self.text.strip():
+            return f"[{host}:{spell_ranks(self.ranks)}]"
         count = f" (×{len(self.ranks)})" if len(self.ranks) > 1 else ""
         return f"[{host}:{spell_ranks(self.ranks)}] {self.text}{count}"
 
@@ -142,6 +147,30 @@ def clean(data: bytes) -> str:
     text = data.decode("utf-8", errors="replace").rstrip("\r")
     text = _CONTROL.sub("", text.rpartition("\r")[2])
     return text if len(text) <= MAX_LINE_CHARS else text[:MAX_LINE_CHARS] + " …"
+
+
+def fold(text: str, columns: int = COLUMNS) -> list[str]:
+    """A line of ours as lines that fit, cut at ` · ` or else behind a blank or comma; a word that is longer stays whole."""
+    if len(text) <= columns:
+        return [text]
+    lines: list[str] = []
+    indent = text[: len(text) - len(text.lstrip())]
+    for piece in text.strip().split(" · "):
+        if lines and len(lines[-1]) + len(piece) + 3 <= columns:
+            lines[-1] += f" · {piece}"
+        else:
+            lines += _wrap(piece, columns, indent + "  " * bool(lines), f"{indent}  ")
+    return lines
+
+
+def _wrap(text: str, columns: int, first: str, rest: str) -> list[str]:
+    """Words of `text` in lines that begin with `first` and then `rest`."""
+    lines = [first]
+    for word in re.split(r"(?<=[ ,])", text):
+        if lines[-1].strip() and len(f"{lines[-1]}{word}".rstrip()) > columns:
+            lines.append(rest)
+        lines[-1] += word
+    return [line.rstrip() for line in lines]
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

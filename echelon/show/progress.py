@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from echelon.clock import Clock
 from echelon.events import EpochDone, Event, Facts, StepLost, Warned
-from echelon.show.lines import Line
+from echelon.show.lines import Line, fold
 from echelon.show.state import Progress, number, rate
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 REDRAW_S = 0.25
 PLAIN_EVERY_S = 10.0
+STARTING_S = 5.0
+"""Without a terminal: when there is no step after this long, one line says who is there."""
+
 BAR_COLUMNS = 16
 PART_STYLES = {"data": "yellow", "forward": "green", "backward": "blue", "waiting": "red"}
 
@@ -29,7 +32,8 @@ class Display:
 
     What the run says goes to `err`, what scripts print to `out` or `err` as they chose. `live` draws a moving line
     (default: when `err` is a terminal; `own_prints`: this process prints too, so its prints are led above that line);
-    otherwise a plain line at the first step and every 10 s. Not thread-safe: one thread calls it. close() takes the live line away and is safe to call again.
+    otherwise a plain line at the first step and every 10 s. `starting` also shows that workers are on their way, before
+    the first step. Not thread-safe: one thread calls it. close() takes the live line away and is safe to call again.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Display:
         err: IO[str] | None = None,
         live: bool | None = None,
         own_prints: bool = True,
+        starting: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         self.progress = Progress(num_workers)
@@ -51,6 +56,7 @@ class Display:
         self._live_wanted = _is_terminal(self._err) if live is None else live
         self._live: Live | None = None
         self._own_prints = own_prints
+        self._began, self._starting, self._waited = clock(), starting, False
         self._next_draw = self._next_plain = 0.0
         self._last_plain = ""
         self._told: set[str] = set()
@@ -65,12 +71,12 @@ class Display:
         """Takes one event; prints what deserves a line of its own."""
         self.progress.take(event, self._clock())
         if isinstance(event, Facts):
-            self.say(*(line for line in event.lines if self._new(line)))
+            self.say(*(part for line in event.lines if self._new(line) for part in fold(line)))
         elif isinstance(event, Warned) and self._new(event.message):
             self._warn(event.message, event.rank)
         elif isinstance(event, StepLost) and self._new(f"lost {event.step} {event.reason}"):
             again = f"{event.batches} batch{'es' * (event.batches != 1)} run again"
-            self.say(f"step {event.step} did not meet ({event.reason}): nothing was applied, {again}")
+            self.say(*fold(f"step {event.step} did not meet ({event.reason}): nothing was applied, {again}"))
         elif (
             isinstance(event, EpochDone) and event.expected is not None and event.committed != event.expected
         ):
@@ -104,7 +110,15 @@ class Display:
             text = plain_line(self.progress)
             if text != self._last_plain:
                 self._last_plain = text
-                self.say(text)
+                self.say(*fold(text))
+        elif self._note and not self._waited and now - self._began >= STARTING_S:
+            self._waited = True
+            self.say(*fold(self._note))
+
+    @property
+    def _note(self) -> str:
+        """What there is to say before the first step; "" when there is nothing."""
+        return starting_line(self.progress) if self._starting and self.progress.step == 0 else ""
 
     def close(self) -> None:
         """The live line goes; lines can still be written."""
@@ -119,8 +133,10 @@ class Display:
     def _draw(self) -> None:
         from rich.live import Live
 
-        if self.progress.step == 0 and not self.progress.phase:
+        note = self._note
+        if self.progress.step == 0 and not self.progress.phase and not note:
             return
+        waited = f"{note} · {self._clock() - self._began:.0f} s" if note else ""
         if self._live is None:
             self._live = Live(
                 console=_console(self._err), auto_refresh=False, transient=True,
@@ -129,7 +145,7 @@ class Display:
             self._live.start()
             self._live.console.show_cursor(True)  # killed at any moment, we leave a terminal that works
         try:
-            self._live.update(live_lines(self.progress), refresh=True)
+            self._live.update(live_lines(self.progress, waited), refresh=True)
         except OSError as error:
             self._lost(error)
 
@@ -152,8 +168,15 @@ class Display:
     def _warn(self, message: str, rank: int | None) -> None:
         first, *rest = message.splitlines()
         who = f" (worker {rank})" if rank is not None and self.progress.num_workers > 1 else ""
-        mark, end = ("\x1b[1;33m", "\x1b[0m") if _is_terminal(self._err) else ("", "")
-        self.say(f"{mark}warning{who}:{end} {first}", *(f"  {line}" for line in rest))
+        head = f"warning{who}:"
+        lines = [
+            part
+            for line in (f"{head} {first}", *(f"  {line.strip()}" for line in rest))
+            for part in fold(line)
+        ]
+        if _is_terminal(self._err):
+            lines[0] = lines[0].replace(head, f"\x1b[1;33m{head}\x1b[0m", 1)
+        self.say(*lines)
 
     def _new(self, text: str) -> bool:
         fresh = text not in self._told
@@ -168,11 +191,24 @@ def plain_line(progress: Progress) -> str:
     return " · ".join(filter(None, [*_counters(progress), *_metrics(progress), split]))
 
 
-def live_lines(progress: Progress) -> RenderableType:
-    """Two lines that are cut, never wrapped, at the terminal's width: counters, and where the time goes."""
+def starting_line(progress: Progress) -> str:
+    """Who is there before the first step."""
+    here, workers = len(progress.beats), progress.num_workers
+    of = f"{workers} worker{'s' * (workers != 1)}"
+    if here < workers:
+        text = f"starting {of}…" + f" {here} {'is' if here == 1 else 'are'} here" * (here > 0)
+    else:
+        text = f"{of} {'is' if workers == 1 else 'are'} here, no step yet"
+    return " · ".join(filter(None, [text, progress.phase and f"phase {progress.phase}"]))
+
+
+def live_lines(progress: Progress, note: str = "") -> RenderableType:
+    """Lines that are cut, never wrapped, at the terminal's width: counters and where the time goes, or only `note`."""
     from rich.console import Group
     from rich.text import Text
 
+    if note:
+        return Text(note, no_wrap=True, overflow="ellipsis")
     top = Text(" · ".join([*_counters(progress), *_metrics(progress)]), no_wrap=True, overflow="ellipsis")
     top.stylize("bold", 0, len(_counters(progress)[0]))
     below = Text(no_wrap=True, overflow="ellipsis")

@@ -13,6 +13,7 @@ from echelon.errors import UsageError
 from echelon.launch import rundir
 from echelon.launch.rundir import RunDir
 from echelon.launch.start import state_of
+from echelon.show.lines import fold
 from echelon.show.state import duration, number
 
 FOLLOW_S = 0.2
@@ -91,7 +92,7 @@ def status_lines(report: dict[str, Any]) -> list[str]:
         f"  folder {report['run_dir']}",
     ]
     if report["metrics"]:
-        lines.append(
+        lines += fold(
             "  last " + ", ".join(f"{name} {number(value)}" for name, value in report["metrics"].items())
         )
     for process in report["processes"]:

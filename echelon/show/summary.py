@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from echelon import env
+from echelon.show.lines import fold
 from echelon.show.state import PARTS, Progress, duration, number, rate, split_of
 
 MAX_RANKS = 8
@@ -18,12 +21,21 @@ def summary(
     if progress.step:
         lines.append(f"  {_work(progress)}")
     if progress.metrics:
-        names = sorted(progress.metrics, key=lambda key: key != "loss")
-        lines.append("  last " + ", ".join(f"{key} {number(progress.metrics[key])}" for key in names))
+        lines += fold(f"  {_last(progress)}")
     if progress.step:
         lines += [f"  {line}" for line in table(progress, memory)]
-    lines.append(f"  folder {_short(run_dir)}, logs: echelon logs {name} --rank 0")
-    return lines
+    return [
+        *lines,
+        f"  folder {short(run_dir)}",
+        f"  logs: echelon logs {shlex.quote(_find(name, run_dir))} --rank 0",
+    ]
+
+
+def closing(progress: Progress) -> list[str]:
+    """The last words of a script under plain python; none when it did not train."""
+    if not progress.step:
+        return []
+    return fold(" · ".join([f"trained {_work(progress)}", *([_last(progress)] if progress.metrics else [])]))
 
 
 def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
@@ -47,10 +59,15 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
     return lines
 
 
+def _last(progress: Progress) -> str:
+    names = sorted(progress.metrics, key=lambda key: key != "loss")
+    return "last " + ", ".join(f"{key} {number(progress.metrics[key])}" for key in names)
+
+
 def _work(progress: Progress) -> str:
-    text = f"{progress.step:,} steps"
+    text = f"{progress.step:,} step{'s' * (progress.step != 1)}"
     if progress.samples:
-        text += f", {progress.samples:,} samples"
+        text += f", {progress.samples:,} sample{'s' * (progress.samples != 1)}"
         busy = max((beat.total_s for beat in progress.beats.values()), default=0.0)
         if busy > 0:
             text += f", {rate(progress.samples / busy)} samples/s"
@@ -63,7 +80,13 @@ def _memory(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
-def _short(path: Path) -> str:
+def _find(name: str, run_dir: Path) -> str:
+    """What `echelon logs` and `status` find the run by: its name, or its folder when it lies elsewhere."""
+    return name if run_dir == (env.runs_dir() / name).resolve() else short(run_dir)
+
+
+def short(path: Path) -> str:
+    """The path as seen from here."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -266,10 +267,44 @@ def test_a_coordinator_that_cannot_start_is_told(tmp_path):
     assert "no coordinator today" in done.stderr
 
 
+LOOP = """
+    import torch, echelon
+    from torch.utils.data import DataLoader, TensorDataset
+    run = echelon.init({fields})
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for x, y in loader:
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(loss=0.5 * run.global_step)
+"""
+
+
+def scalars(folder: Path) -> list[tuple[int, str, float]]:
+    """Everything in the TensorBoard files of a folder: (step, name, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = EventAccumulator(str(folder))
+    files.Reload()
+    return [
+        (e.step, tag, e.tensor_proto.float_val[0])
+        for tag in files.Tags()["tensors"]
+        for e in files.Tensors(tag)
+    ] + [(e.step, tag, e.value) for tag in files.Tags()["scalars"] for e in files.Scalars(tag)]
+
+
+def plain(tmp_path: Path, script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    return subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment(tmp_path) | env,
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+
+
 def test_tensorboard_files_on_request(echelon_run):
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
     result = echelon_run("""
         from echelon.control.member import current
         from echelon.events import Logged
@@ -277,10 +312,87 @@ def test_tensorboard_files_on_request(echelon_run):
             current().emit(Logged(step=step, values={"loss": 0.5 * step}, weight=1.0))
     """, options=("--set", "tensorboard=true"))  # fmt: skip
     assert result.code == 0, result.err
-    (file,) = (result.run_dir / "tensorboard").iterdir()
-    found = [
-        (e.step, v.tag, v.tensor.float_val[0])
-        for e in EventFileLoader(str(file)).Load()
-        for v in e.summary.value
-    ]
-    assert found == [(1, "loss", 0.5), (2, "loss", 1.0)]
+    assert scalars(result.run_dir / "tensorboard") == [(1, "loss", 0.5), (2, "loss", 1.0)]
+
+
+def test_a_script_may_ask_for_tensorboard_files_itself(echelon_run):
+    pytest.importorskip("tensorboard")
+    result = echelon_run(LOOP.format(fields="tensorboard=True"))
+    assert result.code == 0, result.err
+    assert scalars(result.run_dir / "tensorboard") == [(1, "loss", 0.5), (2, "loss", 1.0)]
+    refused = echelon_run(LOOP.format(fields="tensorboard=True"), options=("--set", "tensorboard=false"))
+    assert refused.code == 0, refused.err
+    assert not (refused.run_dir / "tensorboard").exists()
+
+
+def test_tensorboard_files_under_plain_python(tmp_path):
+    pytest.importorskip("tensorboard")
+    done = plain(tmp_path, LOOP.format(fields="tensorboard=True, name='here'"))
+    assert done.returncode == 0, done.stderr
+    assert scalars(tmp_path / "runs" / "here" / "tensorboard") == [(1, "loss", 0.5), (2, "loss", 1.0)]
+    assert done.stderr.splitlines()[-1] == "TensorBoard files: runs/here/tensorboard"
+    done = plain(tmp_path, LOOP.format(fields="tensorboard=True, run_dir='there'"))
+    assert len(scalars(tmp_path / "there" / "tensorboard")) == 2
+
+
+def test_plain_python_ends_with_what_was_trained(tmp_path):
+    done = plain(tmp_path, LOOP.format(fields=""))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("trained 2 steps, 8 samples, ")
+    assert done.stderr.rstrip().endswith(" samples/s · last loss 1")
+    assert not (tmp_path / "runs").exists()
+    assert plain(tmp_path, "import echelon; echelon.init()").stderr == ""
+    failed = plain(tmp_path, LOOP.format(fields="") + "    raise ValueError('at the end')")
+    assert failed.stderr.rstrip().endswith("ValueError: at the end")
+
+
+def test_what_the_run_says_fits_80_columns_and_is_said_once(echelon_run):
+    knobs = ("--set", "accumulate=2", "--set", "microbatches=2", "--set", "clip_norm=1", "--set", "ema=0.99")
+    result = echelon_run(LOOP.format(fields="seed=7"), options=knobs)
+    assert result.code == 0, result.err
+    said = result.err.splitlines()
+    assert [line for line in said if len(line) > 80] == []
+    assert "  2 micro-batches a batch · accumulate 2: the step's batch is 2 × 4" in said
+    assert any(line.startswith("strategy allreduce,") and "seed=7" in line for line in said)
+    assert result.err.count("2 workers × ") == 1
+
+
+def test_a_run_in_a_folder_of_its_own_is_found_by_what_was_printed(echelon_run, tmp_path):
+    result = echelon_run("print('hi')", workers=1, options=("--run-dir", "some/run"))
+    assert result.code == 0, result.err
+    assert result.err.startswith("run train-20")
+    (line,) = [line for line in result.err.splitlines() if "logs: " in line]
+    assert line == "  logs: echelon logs some/run --rank 0"
+    command = [sys.executable, "-m", *line.split()[1:]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.stdout == "hi\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "broken"),
+    [
+        ("before the script", "member.Member.join = classmethod(fail)"),
+        ("at its end", "role.Ending.done = fail"),
+    ],
+)
+def test_an_error_of_our_own_is_told_like_any_other(tmp_path, where, broken):
+    (tmp_path / "train.py").write_text("print('x')")
+    patch = f"""
+        import sys
+        if "worker" in sys.orig_argv:
+            from echelon import role
+            from echelon.control import member
+            def fail(*args, **kwargs): raise RuntimeError("out of order")
+            {broken}
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(patch))
+    env = environment(tmp_path)
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    command = [sys.executable, "-m", "echelon", "run", "--workers", "1", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"worker 0 on \S+ (failed|ended with exit code 1): RuntimeError: out of order", done.stderr
+    )
+    assert done.stderr.count("Traceback") == 1
+    assert "left no exception" not in done.stderr

@@ -75,7 +75,6 @@ def test_buckets_leave_during_backward():
 
 def test_a_stand_ins_gradient_is_dropped_even_if_it_is_nan():
     def act(group):
-        torch.manual_seed(0)
         layer = nn.Linear(2, 2)
         sync = sync_over(layer, group)
         sync.begin(Share(weight=1.0 if group.rank == 0 else 0.0, counts=group.rank == 0))
@@ -112,10 +111,11 @@ def test_a_lost_meeting_is_told_at_commit():
 
 
 def test_two_backwards_inside_a_groups_last_micro_step_count_as_they_should():
+    torch.manual_seed(0)
+    original = nn.Linear(3, 2).double()
+
     def act(group):
-        torch.manual_seed(0)
-        layer, plain = nn.Linear(3, 2).double(), None
-        plain = copy.deepcopy(layer)
+        layer, plain = copy.deepcopy(original), copy.deepcopy(original)
         g = torch.Generator().manual_seed(1)
         x = torch.randn(2, 4, 3, generator=g, dtype=torch.float64)
         sync = sync_over(layer, group)

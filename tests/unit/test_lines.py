@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from echelon.clock import FakeClock
 from echelon.show.holdback import Holdback
-from echelon.show.lines import Collapser, Line, clean, spell_ranks
+from echelon.show.lines import Collapser, Line, clean, fold, spell_ranks
 
 
 def test_the_same_line_of_all_is_one_at_once():
@@ -93,7 +94,23 @@ def test_a_worker_that_is_over_is_not_waited_for():
 def test_how_lines_and_ranks_are_written():
     assert Line("out", (0, 1, 2, 5), "hi").render("box") == "[box:0-2,5] hi (×4)"
     assert Line("out", (3,), "hi").render("box") == "[box:3] hi"
+    assert Line("out", (0, 1), "").render("box") == "[box:0-1]"
     assert spell_ranks((7,)) == "7"
+
+
+def test_a_line_of_ours_is_folded_at_its_dots_and_else_at_blanks_and_commas():
+    assert fold("a · b") == ["a · b"]
+    assert fold("run x · 2 workers · allreduce", 20) == ["run x · 2 workers", "  allreduce"]
+    assert fold("  one, two, three", 12) == ["  one, two,", "    three"]
+    assert fold("allreduce,seed=1,ema=0.9", 14) == ["allreduce,", "  seed=1,", "  ema=0.9"]
+    assert fold("x" * 30, 20) == ["x" * 30]
+    assert fold("to " + "x" * 30 + " and back", 20) == ["to", "  " + "x" * 30, "  and back"]
+
+
+@given(st.text("ab ,·", max_size=120), st.integers(6, 40))
+def test_nothing_is_lost_by_folding(text, columns):
+    bare = [re.sub(r"[ ·]", "", t) for t in (text, "".join(fold(text, columns)))]
+    assert bare[0] == bare[1]
 
 
 @given(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
+
+import pytest
 
 from echelon.clock import FakeClock
 from echelon.events import (
@@ -20,9 +23,9 @@ from echelon.events import (
 )
 from echelon.launch.blame import Exit, judge
 from echelon.show.ended import failure_block
-from echelon.show.progress import Display, bar, live_lines, plain_line
+from echelon.show.progress import Display, bar, live_lines, plain_line, starting_line
 from echelon.show.state import Progress, duration, number
-from echelon.show.summary import summary
+from echelon.show.summary import closing, summary
 
 
 def beat(rank: int, step: int, samples: int, seconds: float) -> Beat:
@@ -115,11 +118,80 @@ def test_a_summary_fits_80_columns():
     assert lines[1] == "  31 steps, 600 samples, 200 samples/s"
     assert any(line.split() == ["0", "31", "300", "10%", "30%", "40%", "10%", "3.0", "GiB"] for line in lines)
     assert all(len(line) <= 80 for line in lines)
+    assert lines[-2:] == ["  folder /x/runs/r", "  logs: echelon logs /x/runs/r --rank 0"]
+
+
+def test_a_summary_names_the_run_as_the_command_line_finds_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ECHELON_RUNS", raising=False)
+    listed = summary(trained(), name="house", run_dir=tmp_path / "runs" / "house", wall_s=1.0, memory={})
+    assert listed[-2:] == ["  folder runs/house", "  logs: echelon logs house --rank 0"]
+    aside = summary(trained(), name="house", run_dir=tmp_path / "a b" / "run", wall_s=1.0, memory={})
+    assert aside[-1] == "  logs: echelon logs 'a b/run' --rank 0"
+
+
+def test_a_script_alone_ends_with_one_line_and_none_if_it_did_not_train():
+    progress = Progress(1)
+    assert closing(progress) == []
+    progress.take(beat(0, 1, 8, 2.0), 1.0)
+    assert closing(progress) == ["trained 1 step, 8 samples, 4 samples/s"]
+    progress.take(Metric(step=1, values={"loss": 0.5}), 2.0)
+    assert closing(progress) == ["trained 1 step, 8 samples, 4 samples/s · last loss 0.5"]
+
+
+def test_before_the_first_step_one_line_says_who_is_there():
+    clock, err = FakeClock(100.0), io.StringIO()
+    display = Display(num_workers=2, err=err, clock=clock, starting=True)
+    for _ in range(20):
+        display.handle(Beat(rank=0, doing="starting"))
+        clock.advance(0.5)
+    assert err.getvalue() == "starting 2 workers… 1 is here\n"
+    display.handle(Beat(rank=1, doing="starting"))
+    assert starting_line(display.progress) == "2 workers are here, no step yet"
+    display.handle(PhaseChanged(rank=0, name="tokenize", state="at", share=0.47))
+    assert starting_line(display.progress) == "2 workers are here, no step yet · phase tokenize 47%"
+
+
+@pytest.mark.parametrize(
+    ("size", "microbatches", "workers", "words"),
+    [
+        (64, 1, 2, "32 a worker"),
+        (10, 1, 4, "2 or 3 a worker"),
+        (512, 2, 2, "128 a worker"),
+        (1, 1, 2, "at most 1 a worker (1 of 2 workers has work)"),
+        (3, 1, 4, "at most 1 a worker (3 of 4 workers have work)"),
+        (7, 2, 4, "at most 1 a worker"),
+        (2, 8, 1, "1 a worker"),
+    ],
+)
+def test_the_first_lines_say_what_a_worker_takes_in_one_forward(size, microbatches, workers, words):
+    from echelon import facts
+    from echelon.data.deal import Cut, micros
+
+    assert facts._each(size, microbatches, workers) == words
+    cut = Cut(0, workers, 1, microbatches)
+    sizes = {
+        hi - lo
+        for m in micros([range(size)], 0, cut)
+        for lo, hi in (m.dealt(r, workers) for r in range(workers))
+    }
+    said = {int(number) for number in re.findall(r"\d+", words.partition(" (")[0])}
+    assert sizes == said | ({0} if "at most" in words else set())
 
 
 def test_numbers_and_times_as_people_say_them():
     assert [number(x) for x in (0.123456, 3.0, 1e-9, float("nan"))] == ["0.1235", "3", "1e-09", "nan"]
     assert [duration(x) for x in (0.31, 75.0, 7300.0)] == ["0.3 s", "1 min 15 s", "2 h 1 min"]
+
+
+def test_a_worker_without_an_exception_of_its_own_speaks_through_its_log():
+    verdict = judge({0: Exit(0, 1, 2.0)}, [])
+    tail = ["Traceback (most recent call last):", '  File "x.py", line 1', "ImportError: no torch"]
+    for log_tail, words in ((tail, ": ImportError: no torch"), (["hm"], " and left no exception")):
+        block = failure_block(
+            verdict, host="box", step=0, log=Path("l"), cause="", log_tail=log_tail, style=False
+        )
+        assert block[1] == f"worker 0 on box ended with exit code 1{words}"
 
 
 def test_the_failure_block_ends_with_the_consequences():

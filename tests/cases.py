@@ -1,0 +1,39 @@
+"""The table of cases: a row for each noun of the foundation. tests/test_cases.py fails when a row has no test.
+
+A test claims a row with `@pytest.mark.case("row")`; features of tests/equality/features.py claim rows by their name.
+"""
+
+ROWS = {
+    # set-up and shape
+    "import echelon < 50 ms", "echelon --help < 200 ms", "layers", "pip install and use from outside the clone",
+    # echelon run
+    "host:rank prefixes", "duplicates collapsed", "per-rank files", "live progress line", "plain lines",
+    "two runs in the same second", "Ctrl-C leaves nothing", "SIGKILL of the supervisor leaves nothing", "thread counts",
+    "--help", "plain python", "authenticated control plane", "init_process_group over our store", "no pickle",
+    # first error last
+    "first error last", "exit code of the first failure", "SIGKILL named with memory events", "SIGBUS names /dev/shm",
+    # loaders
+    "map_style", "iterable", "iterable_num_workers", "num_workers", "persistent_workers", "collate_fn", "sampler",
+    "batch_sampler", "drop_last", "generators", "worker_init_fn", "batch_size_none", "batch_size_none_map_style",
+    "dict_batches", "dataclass_and_nested_batches", "prepare_a_dataset", "several_loaders", "fewer_samples_than_workers",
+    "sharded stream",
+    # models and gradients
+    "gan", "accumulation", "accumulation_by_hand", "accumulation_by_hand_with_a_rest", "micro-batches", "clip_norm",
+    "clip_by_value_and_torch_clipping", "bf16 autocast", "fp16 with scaling", "frozen_unused_tied_called_twice",
+    "a_layer_used_on_some_workers_only", "sparse_embedding", "torch_compile", "checkpoint_reentrant",
+    "checkpoint_not_reentrant", "closure", "lbfgs", "batchnorm_1d_and_scheduler_per_epoch", "ema",
+    "batch=per-worker", "warm-up", "biased mean warns", "biased division warns", "biased mean quiet", "first lines",
+    "order learned in the first step", "buckets overlap backward", "Group.buffer",
+    # public face
+    "run.prepare", "run.track", "run.epochs", "run_step", "run.step checks halves", "run.clip_grad_norm",
+    "run_mean_over_unequal_counts", "run.mean over a group", "run.log", "run.reduce", "run_gather_in_batch_negatives",
+    "run_evaluate", "run.phase", "phase fails", "run.build", "run.save", "run.every", "run.print", "a second init",
+    # to see
+    "summary", "events.jsonl", "TensorBoard", "echelon runs", "echelon status", "echelon logs",
+    # examples
+    "example house_prices", "example images", "example language", "example gan",
+    # what it must show
+    "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
+    "Group over torch.distributed with our store", "fuzz", "a rank that leaves the loop alone is named",
+    "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
+}  # fmt: skip
