@@ -16,10 +16,10 @@ from echelon.comm.group import Lost, Outcome
 from echelon.control.member import Member
 from echelon.data import randomness
 from echelon.data.loader import Part
+from echelon.elastic import policy
 from echelon.env import Place
 from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
-from echelon.faults import ON_PURPOSE
 from echelon.parallel import backward, clip, norm
 from echelon.parallel.average import Average
 from echelon.parallel.exchange import Exchange, ReduceOp
@@ -54,7 +54,7 @@ class Run:
         randomness.seed_everything(strategy.seed)
         self.world = world or build.world(place, strategy, member)
         self.machine = Machine(strategy, self.rank, self.world_size, emit)
-        self.machine.may_go_on = lambda lost: lost.reason == ON_PURPOSE
+        self.machine.after_loss = self._after_loss
         self.exchange = Exchange(self.world.side, self._side_lost)
         self.norms = norm.NormSync(self.world.side, lambda: self.machine.share, self._side_lost)
         self.log_book = Log(self.machine, emit, own_beat=member is None)
@@ -351,19 +351,8 @@ class Run:
         model = model or self._only(self.models, "model")
         average = self.averages.get(id(model))
         target = saving.target(path)
-        failure = ""
-        if self.is_main:
-            try:
-                with average.swapped() if average else contextlib.nullcontext():
-                    saving.write(models.state(model), target)
-            except OSError as error:
-                failure = f"{type(error).__name__}: {error}"
-        said = self.exchange.words([failure] if failure else [])
-        if said:
-            raise UsageError(
-                f"rank 0 could not write {target}: {said[0]}",
-                remedy="Nothing was replaced; choose another path.",
-            )
+        with average.swapped() if average else contextlib.nullcontext():
+            saving.write_once(models.state(model), target, self.exchange)
         return target
 
     # -- what the machine and the launcher ask -------------------------------------------------------------------
@@ -372,6 +361,12 @@ class Run:
         """This rank's counters; called from the beat thread."""
         self.log_book.flush()
         return facts.beat(self.machine, self.rank, max((f.epochs for f in self.feeds), default=0))
+
+    def _after_loss(self, lost: Lost, step: int) -> None:
+        seats = self.member.roster() if self.member is not None and lost.peers else {}
+        decision = policy.after_loss(lost.peers, lost.reason, seats, self.rank, step)
+        if isinstance(decision, policy.Stop):
+            raise decision.error
 
     def _side_lost(self, outcome: Outcome) -> None:
         if isinstance(outcome, Lost):
@@ -392,8 +387,7 @@ class Run:
                 average.update()
 
     def _first_batch(self, part: Part) -> None:
-        if self.is_main:
-            feed = next(f for f in self.feeds if f is self.machine.current)
+        if self.is_main and isinstance(feed := self.machine.current, Feed):
             self.emit(Facts(rank=0, lines=facts.lines(self, feed)))
 
     def _warn(self, message: str) -> None:

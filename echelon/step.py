@@ -22,7 +22,7 @@ from torch import Tensor
 from echelon import faults
 from echelon.comm.group import Lost, Met, Outcome, merge
 from echelon.data.loader import Part
-from echelon.errors import LoopError, PeerLost, UsageError
+from echelon.errors import LoopError, UsageError
 from echelon.events import Sink, StepLost
 from echelon.parallel.clip import clip_norm
 from echelon.parallel.gradsync import GradSync, Share
@@ -112,8 +112,8 @@ class Machine:
         self.committed = True
         """Something was applied since the last snapshot (true at first: the start is a commit)."""
         self.iteration_lost = False
-        self.may_go_on: Callable[[Lost], bool] = lambda lost: False
-        """The failure policy: whether a replay in this group makes sense after this loss."""
+        self.after_loss: Callable[[Lost, int], None] = lambda lost, step: None
+        """The failure policy: raises when a replay in this group makes no sense."""
 
     # -- begin ---------------------------------------------------------------------------------------------------
 
@@ -252,13 +252,7 @@ class Machine:
         """Nothing is applied: put everything back to the last commit and yield its batches again."""
         step = self.next_step(optimizer)
         optimizer.stepped = False
-        if not self.may_go_on(lost):
-            raise PeerLost(
-                f"step {step} did not meet: {_who(lost)}{lost.reason}",
-                rank=self.rank,
-                step=step,
-                peers=lost.peers,
-            )
+        self.after_loss(lost, step)
         for sync in self.syncs:
             sync.forget()
         for other in self.optimizers:
@@ -341,7 +335,3 @@ class Machine:
         times = self.counters.times
         times.began = times.began or began
         times.data_s += now - began
-
-
-def _who(lost: Lost) -> str:
-    return f"worker {', '.join(map(str, lost.peers))} is gone: " if lost.peers else ""

@@ -12,6 +12,7 @@ ROWS = {
     "--help", "plain python", "authenticated control plane", "init_process_group over our store", "no pickle",
     # first error last
     "first error last", "exit code of the first failure", "SIGKILL named with memory events", "SIGBUS names /dev/shm",
+    "a worker is killed", "exit codes", "out of memory", "nothing left", "coordinator restarts", "the world does not form",
     # loaders
     "map_style", "iterable", "iterable_num_workers", "num_workers", "persistent_workers", "collate_fn", "sampler",
     "batch_sampler", "drop_last", "generators", "worker_init_fn", "batch_size_none", "batch_size_none_map_style",

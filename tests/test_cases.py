@@ -17,11 +17,17 @@ def claimed() -> set[str]:
     found: set[str] = set()
     for path in HERE.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "case":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "case"
+            ):
                 found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
     tree = ast.parse((HERE / "equality" / "features.py").read_text())
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and any(isinstance(d, ast.Name) and d.id == "feature" for d in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and any(
+            isinstance(d, ast.Name) and d.id == "feature" for d in node.decorator_list
+        ):
             found.add(node.name)
     return found
 

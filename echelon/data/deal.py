@@ -60,7 +60,9 @@ class Cut:
 
 def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[Micro]:
     """The micro-steps of an epoch, in order. The last group may be incomplete and still ends with last=True."""
-    if cut.accumulate == cut.microbatches == 1 and not cut.per_worker:  # most runs; the rest below says the same
+    if (
+        cut.accumulate == cut.microbatches == 1 and not cut.per_worker
+    ):  # most runs; the rest below says the same
         for number, batch in enumerate(batches):
             yield Micro(epoch, number, 0, batch, len(batch), True)
         return

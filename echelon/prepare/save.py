@@ -8,11 +8,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from echelon.errors import UsageError
+from echelon.parallel.exchange import Exchange
+
 
 def target(path: str | Path) -> Path:
     """The file that run.save will write: `.safetensors` is appended if there is no suffix."""
     path = Path(path)
     return path if path.suffix else path.with_name(path.name + ".safetensors")
+
+
+def write_once(state: dict[str, Tensor], path: Path, exchange: Exchange) -> None:
+    """Rank 0 writes; every rank returns when the file is there, or raises what rank 0 met."""
+    failure: list[str] = []
+    if exchange.group.rank == 0:
+        try:
+            write(state, path)
+        except OSError as error:
+            failure = [f"{type(error).__name__}: {error}".replace("\n", " ")]
+    said = exchange.words(failure)
+    if said:
+        raise UsageError(
+            f"rank 0 could not write {path}: {said[0]}", remedy="Nothing was replaced; choose another path."
+        )
 
 
 def write(state: dict[str, Tensor], path: Path) -> None:

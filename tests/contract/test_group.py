@@ -41,6 +41,7 @@ def test_a_group_of_one(check):
     check(AloneGroup())
 
 
+@pytest.mark.case("Group.buffer")
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_threads(check, size):

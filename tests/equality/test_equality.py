@@ -90,6 +90,7 @@ STORMS = ["plain", "accumulating", "accumulating by hand", "micro-batches", "amp
           "ema of the strategy", "ema of the script", "loader processes", "gan"]  # fmt: skip
 
 
+@pytest.mark.case("fp16 with scaling")
 @pytest.mark.case("faults.lose")
 @pytest.mark.case("replay")
 @pytest.mark.parametrize("workers", [1, 2])
@@ -117,3 +118,33 @@ FEATURE_WORLDS = (1, 2, 3)
 def test_features(launched, workers, name):
     for results in launched("features", workers):
         assert difference(results[name], plain_feature(name)) <= BOUND
+
+
+FACES = ["clip_norm", "loss_sum", "mean_over_a_group", "a_gan_that_accumulates", "bf16", "bf16_autocast_in_the_script", "ema",
+         "per_worker_with_warm_up", "every_sees_committed_steps_only", "reduces", "saves", "tracks_and_prepares",
+         "weights_equal_at_start_and_streams_differ", "scaled_gradients", "scaled_gradients_in_a_group"]  # fmt: skip
+
+
+@pytest.mark.case("clip_norm")
+@pytest.mark.case("run.mean over a group")
+@pytest.mark.case("accumulation")
+@pytest.mark.case("micro-batches")
+@pytest.mark.case("bf16 autocast")
+@pytest.mark.case("ema")
+@pytest.mark.case("batch=per-worker")
+@pytest.mark.case("warm-up")
+@pytest.mark.case("run.every")
+@pytest.mark.case("run.reduce")
+@pytest.mark.case("run.save")
+@pytest.mark.case("run.track")
+@pytest.mark.case("run.prepare")
+@pytest.mark.case("run.epochs")
+@pytest.mark.case("run.build")
+@pytest.mark.case("run.clip_grad_norm")
+@pytest.mark.case("a second init")
+@pytest.mark.parametrize("workers", FEATURE_WORLDS)
+@pytest.mark.parametrize("name", FACES)
+def test_the_public_face(launched, workers, name):
+    for said in launched("faces", workers):
+        assert said.keys() == set(FACES)
+        assert said[name] == "fine"

@@ -45,6 +45,8 @@ def training(at_step_3: str) -> str:
 
 
 @pytest.mark.case("first error last")
+@pytest.mark.case("USERS 4")
+@pytest.mark.case("first error last")
 def test_one_of_four_raises_at_step_3(echelon_run):
     result = echelon_run(training('raise ValueError("bad sample 17")'), workers=4)
     assert result.code == 1
@@ -63,6 +65,8 @@ def test_one_of_four_raises_at_step_3(echelon_run):
     assert "ValueError: bad sample 17" in result.log(1)
 
 
+@pytest.mark.case("exit code of the first failure")
+@pytest.mark.case("SIGBUS names /dev/shm")
 @pytest.mark.case("exit codes")
 @pytest.mark.parametrize(
     ("action", "code", "words"),
@@ -140,6 +144,7 @@ def test_a_long_traceback_keeps_its_ends(echelon_run):
     assert any("lines more in the log" in line for line in lines)
 
 
+@pytest.mark.case("SIGKILL named with memory events")
 @pytest.mark.case("out of memory")
 def test_a_kill_for_lack_of_memory_is_named(start_run, tmp_path):
     group = Path("/sys/fs/cgroup/memory") / f"echelon-test-{os.getpid()}"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import pytest
 
 from echelon.clock import Deadline
 from echelon.control import frames
@@ -224,6 +225,7 @@ def _try_send(wire: socket.socket, data: bytes) -> None:
         pass
 
 
+@pytest.mark.case("fuzz")
 def test_ten_thousand_frames_crash_nothing_grow_nothing_and_let_nobody_in(tmp_path):
     seed = int(os.environ.get("FUZZ_SEED", time.time_ns() % (1 << 32)))
     print(f"seed {seed} (FUZZ_SEED={seed} repeats it)")

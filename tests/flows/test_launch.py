@@ -55,6 +55,9 @@ def test_every_process_knows_its_place_and_no_script_sees_the_token(echelon_run)
     assert "False (×2)" in result.out
 
 
+@pytest.mark.case("host:rank prefixes")
+@pytest.mark.case("duplicates collapsed")
+@pytest.mark.case("USERS 25")
 def test_lines_carry_host_and_rank_and_equal_ones_are_counted(echelon_run):
     result = echelon_run("""
         import os, sys
@@ -80,6 +83,7 @@ def test_a_terminal_that_lacks_characters_does_not_end_the_run(echelon_run):
     assert "run train-" in result.err
 
 
+@pytest.mark.case("thread counts")
 def test_threads_are_shared_out_and_it_says_so(echelon_run):
     cores = len(os.sched_getaffinity(0))
     result = echelon_run("import os; print('threads', os.environ['OMP_NUM_THREADS'])", workers=2)
@@ -91,6 +95,9 @@ def test_threads_are_shared_out_and_it_says_so(echelon_run):
     assert "OMP_NUM_THREADS" in result.err
 
 
+@pytest.mark.case("per-rank files")
+@pytest.mark.case("events.jsonl")
+@pytest.mark.case("USERS 25")
 def test_the_run_folder_tells_everything(echelon_run, tmp_path):
     result = echelon_run("print('x')", "--a", workers=2, options=("--set", "accumulate=3"))
     record = result.record
@@ -128,6 +135,8 @@ def test_the_token_lies_in_a_file_of_its_owner_while_the_run_lasts(start_run, tm
     assert all(secret not in file.read_text() for file in running.run_dir.rglob("*.json*"))
 
 
+@pytest.mark.case("two runs in the same second")
+@pytest.mark.case("USERS 24")
 def test_two_runs_started_in_the_same_second_both_work(start_run, tmp_path):
     first, second = start_run("print('one')", workers=2), start_run("print('one')", workers=2)
     assert (first.wait().code, second.wait().code) == (0, 0)
@@ -170,6 +179,9 @@ def test_the_coordinator_is_killed_and_the_run_goes_on(start_run, tmp_path):
     assert leftovers(tmp_path, before) == []
 
 
+@pytest.mark.case("echelon runs")
+@pytest.mark.case("echelon status")
+@pytest.mark.case("echelon logs")
 def test_stop_status_logs_and_runs(start_run, tmp_path):
     def echelon(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "echelon", *args], cwd=tmp_path, env=environment(tmp_path),
@@ -303,6 +315,7 @@ def plain(tmp_path: Path, script: str, **env: str) -> subprocess.CompletedProces
                           capture_output=True, text=True, timeout=60)  # fmt: skip
 
 
+@pytest.mark.case("TensorBoard")
 def test_tensorboard_files_on_request(echelon_run):
     pytest.importorskip("tensorboard")
     result = echelon_run("""
@@ -335,6 +348,7 @@ def test_tensorboard_files_under_plain_python(tmp_path):
     assert len(scalars(tmp_path / "there" / "tensorboard")) == 2
 
 
+@pytest.mark.case("plain python")
 def test_plain_python_ends_with_what_was_trained(tmp_path):
     done = plain(tmp_path, LOOP.format(fields=""))
     assert done.returncode == 0, done.stderr

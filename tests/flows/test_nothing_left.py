@@ -68,6 +68,9 @@ def end(running, how: str) -> int:
     return running.wait(10).code
 
 
+@pytest.mark.case("Ctrl-C leaves nothing")
+@pytest.mark.case("SIGKILL of the supervisor leaves nothing")
+@pytest.mark.case("USERS 17")
 @pytest.mark.case("nothing left")
 @pytest.mark.parametrize(
     ("how", "code"),

@@ -23,6 +23,7 @@ def soon(seconds: float = 10.0) -> Deadline:
     return Deadline.after(seconds)
 
 
+@pytest.mark.case("authenticated control plane")
 @pytest.mark.parametrize(("token", "run"), [("0" * 64, "test-run"), ("", "another-run")])
 def test_a_wrong_token_or_run_is_refused_within_a_second(tmp_path, token, run):
     with coordinator(tmp_path) as live:

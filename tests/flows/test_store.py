@@ -65,6 +65,7 @@ def start_rank(live: LiveCoordinator, rank: int, token_file: Path) -> subprocess
     )
 
 
+@pytest.mark.case("init_process_group over our store")
 def test_two_processes_form_gloo_groups_over_the_coordinator_and_reduce(tmp_path):
     from echelon.control import token
 

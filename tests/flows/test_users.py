@@ -120,6 +120,7 @@ for batch in loader:
     assert "weighted mean of its two halves" in said[0]
 
 
+@pytest.mark.case("sharded stream")
 @pytest.mark.case("USERS 7")
 def test_uneven_inputs_end_together_and_every_sample_counts_once(echelon_run):
     """Shards of 10, 7 and 0 batches: nobody hangs, and the weights are those of one process over all samples."""
@@ -316,3 +317,68 @@ print("grown", round(private() - before), flush=True)
     assert result.code == 0, result.err
     grown = [int(result.log(r).split("grown ")[1].split()[0]) for r in range(4)]
     assert sum(grown) < 0.2 * 76 + 4 * 12, grown
+
+
+@pytest.mark.case("a rank that leaves the loop alone is named")
+def test_a_worker_that_leaves_the_loop_alone_is_named(echelon_run):
+    script = (
+        HEAD
+        + """
+model, opt, loader = run.prepare(model, opt, DataLoader(TensorDataset(x, y), batch_size=4))
+for i, (a, b) in enumerate(loader):
+    if run.rank == 1 and i == 2:
+        break
+    F.cross_entropy(model(a), b).backward(); opt.step(); opt.zero_grad()
+"""
+    )
+    result = echelon_run(script, workers=3)
+    assert result.code != 0
+    assert result.seconds < 20
+    assert "worker 1" in result.err
+    assert "left" in result.err
+
+
+@pytest.mark.case("run.log")
+@pytest.mark.case("run.print")
+def test_logged_values_are_averaged_by_samples_and_print_is_rank_0s(echelon_run):
+    script = (
+        HEAD
+        + """
+model, opt, loader = run.prepare(model, opt, DataLoader(TensorDataset(x, y), batch_size=7))
+for a, b in loader:
+    F.cross_entropy(model(a), b).backward(); opt.step(); opt.zero_grad()
+    run.log(first=a[:, 0].mean(), rank=run.rank)
+run.print("hello from", run.rank)
+"""
+    )
+    result = echelon_run(script, workers=3)
+    assert result.code == 0, result.err
+    import torch
+
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(21, 6, generator=g, dtype=torch.float64)
+    metrics = [e for e in result.events if e["event"] == "Metric"]
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    for m in metrics:
+        part = x[7 * (m["step"] - 1) : 7 * m["step"], 0]
+        assert abs(m["values"]["first"] - float(part.mean())) < 1e-12
+        assert abs(m["values"]["rank"] - (0 * 3 + 1 * 2 + 2 * 2) / 7) < 1e-12
+    assert ["hello" in result.log(r) for r in range(3)] == [True, False, False]
+
+
+@pytest.mark.case("no pickle")
+def test_no_process_of_a_run_unpickles_anything(echelon_run, tmp_path):
+    (tmp_path / "no").mkdir()
+    (tmp_path / "no" / "sitecustomize.py").write_text(
+        "import pickle\n"
+        "def refuse(*args, **kwargs): raise SystemExit('somebody unpickled')\n"
+        "pickle.loads = pickle.load = refuse\n"
+    )
+    script = (
+        LOOP + "\nrun.evaluate(model, loader, lambda m, b: {'n': (len(b[0]), 1)}); run.save('out/model')\n"
+    )
+    from tests.conftest import ROOT
+
+    result = echelon_run(script, workers=2, env={"PYTHONPATH": f"{tmp_path / 'no'}:{ROOT}"})
+    assert result.code == 0, result.err
+    assert (tmp_path / "out" / "model.safetensors").exists()

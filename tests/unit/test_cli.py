@@ -26,6 +26,7 @@ def echelon(*args: str) -> Result:
     return CliRunner().invoke(main, args, prog_name="echelon")
 
 
+@pytest.mark.case("--help")
 @pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["runs", "--help"], ["logs", "-h"], ["status", "-h"], ["stop", "-h"]])  # fmt: skip
 def test_help_is_there_and_fits(args):
     result = echelon(*args)

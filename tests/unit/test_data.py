@@ -53,6 +53,7 @@ def walk(parts, epoch, lose=()):
     return seen
 
 
+@pytest.mark.case("generators")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_order_is_plain_torchs_and_randomness_goes_with_the_sample(num_workers, size):

@@ -103,6 +103,7 @@ def test_every_module_has_a_layer_and_every_name_in_the_table_a_module():
     assert units == set(LAYER_OF)
 
 
+@pytest.mark.case("layers")
 def test_imports_go_down():
     wrong = []
     for module, path in MODULES.items():
@@ -198,6 +199,8 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+@pytest.mark.case("import echelon < 50 ms")
+@pytest.mark.case("echelon --help < 200 ms")
 def test_import_and_help_are_quick():
     """import echelon < 50 ms, echelon --help < 200 ms, beyond what python itself takes: the best of five each."""
     commands = {

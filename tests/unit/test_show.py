@@ -42,6 +42,7 @@ def trained() -> Progress:
     return progress
 
 
+@pytest.mark.case("plain lines")
 def test_a_plain_line_says_it_all():
     assert plain_line(trained()) == (
         "step 31 · epoch 1 · 200 samples/s · loss 0.1235 · accuracy 0.5 · "
@@ -49,6 +50,7 @@ def test_a_plain_line_says_it_all():
     )
 
 
+@pytest.mark.case("live progress line")
 def test_the_live_lines_are_cut_at_the_width_of_the_terminal():
     from rich.console import Console
 
@@ -108,6 +110,7 @@ def test_a_phase_is_shown_while_it_lasts():
     assert "tokenize" not in plain_line(progress)
 
 
+@pytest.mark.case("summary")
 def test_a_summary_fits_80_columns():
     progress = trained()
     progress.take(Left(rank=0, step=31), 60.0)

@@ -1,0 +1,52 @@
+"""What to do when a step did not meet. Pure: the decision with its reason; the run acts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.errors import EchelonError, LoopError, PeerLost
+from echelon.faults import ON_PURPOSE
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Undo what was not committed and run its batches again, in the same group."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the run with this error."""
+
+    error: EchelonError
+
+
+def after_loss(
+    peers: Sequence[int], reason: str, seats: Mapping[int, Mapping[str, Any]], rank: int, step: int
+) -> Replay | Stop:
+    """A step was lost on `rank`: `peers` are those gone as far as known, `seats` the coordinator's roster.
+
+    This version knows one world a run: only a loss on purpose is replayed. Whoever left the loop is named.
+    """
+    if reason == ON_PURPOSE:
+        return Replay()
+    left = {peer: seats[peer]["step"] for peer in peers if seats.get(peer, {}).get("state") == "left"}
+    if left:
+        who = ", ".join(f"worker {peer} left the loop after step {at}" for peer, at in left.items())
+        remedy = (
+            "All workers take the same number of steps: decide together when to leave, e.g. with run.reduce."
+        )
+        return Stop(
+            LoopError(
+                f"{who}, while worker {rank} was in step {step}",
+                remedy=remedy,
+                rank=rank,
+                step=step,
+                peers=tuple(left),
+            )
+        )
+    gone = f"worker {', '.join(map(str, peers))} is gone: " if peers else ""
+    return Stop(
+        PeerLost(f"step {step} did not meet: {gone}{reason}", rank=rank, step=step, peers=tuple(peers))
+    )
