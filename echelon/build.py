@@ -15,7 +15,7 @@ from echelon.data.deal import Cut
 from echelon.env import Place
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
-from echelon.strategy import Strategy, require_built
+from echelon.strategy import Strategy, require_built, require_whole
 
 
 @dataclass
@@ -36,6 +36,7 @@ class World:
 def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     """Joins the other ranks; blocks until all are there."""
     require_built(strategy)
+    require_whole(strategy)
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size)
     groups = Groups(backend, place.rank, place.world_size, device, member)

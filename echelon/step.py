@@ -236,6 +236,8 @@ class Machine:
         if optimizer.index in self.in_iteration:
             self.in_iteration.clear()
         self.in_iteration.add(optimizer.index)
+        for sync in optimizer.syncs:
+            sync.settled()
         optimizer.stepped = True
         self.committed = True
 

@@ -140,8 +140,6 @@ class Strategy:
         _need(self.clip_norm >= 0, f"clip_norm={self.clip_norm} must not be negative")
         _need(self.bucket_mib > 0 and self.first_bucket_mib > 0, "a bucket must hold something")
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
-        _need(self.warmup_steps == 0 or self.batch == "per-worker",
-              "warmup_steps goes with batch=per-worker", "With batch=global the learning rate is not scaled.")  # fmt: skip
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their default: what a person set."""
@@ -222,6 +220,15 @@ def merge(*layers: Mapping[str, Any]) -> Strategy:
     for layer in reversed(layers):
         fields |= layer
     return Strategy(**{k: read_field(k, v) for k, v in fields.items()})
+
+
+def require_whole(strategy: Strategy) -> None:
+    """Raises StrategyError for fields that need one another. Only once the script's own fields are in."""
+    _need(
+        strategy.warmup_steps == 0 or strategy.batch == "per-worker",
+        "warmup_steps goes with batch=per-worker",
+        "With batch=global the learning rate is not scaled.",
+    )
 
 
 def require_built(strategy: Strategy) -> None:

@@ -339,10 +339,11 @@ class AllReduceSync:
     def commit(self, step: int) -> Outcome:
         outcomes, self.outcomes = self.outcomes, []
         self.met_in_micro = False
-        outcome = merge(outcomes)
-        if isinstance(outcome, Met) and self.order:
+        return merge(outcomes)
+
+    def settled(self) -> None:
+        if self.order:
             self._learn_order()
-        return outcome
 
     def lost(self) -> Outcome:
         return merge(self.outcomes)
@@ -359,6 +360,7 @@ class AllReduceSync:
 
     def forget(self) -> None:
         self.outcomes = []
+        self.order = None if self.order is None else []
         for slot in self.slots:
             slot.pending = slot.sealed = slot.late = slot.param.grad = None
         self.open = False

@@ -72,6 +72,10 @@ class GradSync(Protocol):
         """Did every backward since the last commit meet? Nothing is applied unless Met."""
         ...
 
+    def settled(self) -> None:
+        """The step was applied: what was learned from it may be used from the next one on."""
+        ...
+
     def lost(self) -> Outcome:
         """How the backwards since the last commit went, without ending anything."""
         ...

@@ -110,15 +110,20 @@ class Scaling:
         self.scaler = scaler
         self.kept: tuple[Tensor | None, Tensor | None] = (None, None)
 
+    def _live(self) -> tuple[Tensor | None, Tensor | None]:
+        """None before the first use, and for a scaler that is not enabled."""
+        return getattr(self.scaler, "_scale", None), getattr(self.scaler, "_growth_tracker", None)
+
     def keep(self) -> None:
-        live = (self.scaler._scale, self.scaler._growth_tracker)
+        live = self._live()
         self.kept = tuple(None if t is None else t.detach().clone() for t in live)  # type: ignore[assignment]
 
     def put_back(self) -> None:
-        for live, kept in zip((self.scaler._scale, self.scaler._growth_tracker), self.kept, strict=True):
+        for live, kept in zip(self._live(), self.kept, strict=True):
             if live is not None and kept is not None:
                 live.copy_(kept)
-        self.scaler._per_optimizer_states.clear()
+        if self.scaler.is_enabled():
+            self.scaler._per_optimizer_states.clear()
 
 
 class Tracked:

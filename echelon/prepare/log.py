@@ -36,7 +36,7 @@ class Log:
             return
         part = machine.current.part if machine.current else None
         weight = float(part.count) if part else 1.0
-        held = {k: v.detach() if isinstance(v, Tensor) and v.is_cuda else float(v) for k, v in values.items()}
+        held = {k: _plain(v) for k, v in values.items()}
         self.group.append((held, weight))
         if not machine.share.last:
             return
@@ -56,6 +56,13 @@ class Log:
             names = dict.fromkeys(name for values, _ in group for name in values)
             means = {name: _mean([(float(v[name]), w) for v, w in group if name in v]) for name in names}
             self.emit(Logged(rank=self.machine.rank, step=step, values=means, weight=weight))
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach()
+    return value if value.is_cuda else float(value)
 
 
 def _mean(pairs: list[tuple[float, float]]) -> float:

@@ -64,7 +64,7 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
     def update(*args: Any, **kwargs: Any) -> None:
         if machine.share.last and not machine.iteration_lost:
             inner_update(*args, **kwargs)
-        else:
+        elif scaler.is_enabled():
             scaler._per_optimizer_states.clear()
 
     scaler.step, scaler.update, scaler.unscale_ = step, update, unscale_

@@ -58,6 +58,7 @@ def test_buckets_follow_the_order_of_the_backward_after_the_first_step():
     assert [s.name for b in sync.buckets for s in b.slots] == ["first.weight", "last.weight"]
     model(torch.randn(2, 4)).sum().backward()
     sync.commit(1)
+    sync.settled()
     assert [s.name for b in sync.buckets for s in b.slots] == ["last.weight", "first.weight"]
     assert all(p.grad is not None for p in model.parameters())
 

@@ -51,7 +51,7 @@ def test_precedence():
 )
 def test_mistakes_teach(text, said):
     with pytest.raises(StrategyError, match=said.replace("?", r"\?")):
-        strategy.merge(strategy.parse(text))
+        strategy.require_whole(strategy.merge(strategy.parse(text)))
 
 
 @pytest.mark.parametrize(
