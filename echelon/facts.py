@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from echelon.errors import LoopError
-from echelon.events import Beat
+from echelon.events import Beat, Facts
 from echelon.parallel import norm
 from echelon.prepare.loader import Feed
 from echelon.step import Machine
@@ -19,6 +19,12 @@ from echelon.strategy import Strategy
 
 if TYPE_CHECKING:
     from echelon.run import Run
+
+
+UNEVEN = (
+    "some worker had no backward in a step in which others had one. Its code between backward and step saw\n"
+    "  no gradients (clipping with torch's function does nothing there): use run.clip_grad_norm."
+)
 
 
 def beat(machine: Machine, rank: int, epochs: int) -> Beat:
@@ -124,9 +130,19 @@ def _changes(run: Run) -> list[str]:
         found.append("dropout draws other masks on each worker")
     if several and not strategy.sync_batchnorm and any(norm.has_batchnorm(m) for m in run.models):
         found.append("sync_batchnorm=false keeps BatchNorm's moments local")
+    if several and any(norm.has_no_memory(m) for m in run.models):
+        found.append("BatchNorm without running statistics evaluates on each worker's own part")
     if strategy.microbatches > 1 and any(norm.has_batchnorm(m) for m in run.models):
         found.append("BatchNorm sees one micro-batch at a time")
     return found
+
+
+def tell_draws(run: Run) -> None:
+    """The first step drew random numbers that no layer of the model announced."""
+    several = run.world_size > 1
+    if several and run.is_main and not any(_drops(m) for model in run.models for m in model.modules()):
+        why = "the first step drew random numbers (F.dropout, noise), others on each worker"
+        run.emit(Facts(rank=0, lines=["not the answer of one process:", f"  {why}"]))
 
 
 def _drops(module: nn.Module) -> bool:

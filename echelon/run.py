@@ -27,13 +27,14 @@ from echelon.prepare import evaluate as evaluating
 from echelon.prepare import model as models
 from echelon.prepare import save as saving
 from echelon.prepare.firststep import FirstStep
-from echelon.prepare.keep import Buffers, Randomness, Tensors, Tracked
-from echelon.prepare.loader import Feed, feed_of, prepare_loader
+from echelon.prepare.keep import Buffers, Hyper, Randomness, Tensors, Tracked
+from echelon.prepare.loader import Feed, Loop, feed_of, prepare_loader
 from echelon.prepare.log import Log
 from echelon.prepare.mean import Normaliser
 from echelon.prepare.optimizer import PreparedOptimizer, prepared_optimizer, warmup_factor
 from echelon.prepare.phase import Phase
 from echelon.prepare.scheduler import prepare_scaler, prepare_scheduler
+from echelon.prepare.values import Values
 from echelon.step import Machine
 from echelon.strategy import Strategy
 
@@ -55,7 +56,10 @@ class Run:
         self.world = world or build.world(place, strategy, member)
         self.machine = Machine(strategy, self.rank, self.world_size, emit)
         self.machine.after_loss = self._after_loss
+        self.machine.warn = self._warn
+        self.machine.at_snapshot.append(self._adopt_loose_parameters)
         self.exchange = Exchange(self.world.side, self._side_lost)
+        self.values = Values(self.machine, self.exchange)
         self.norms = norm.NormSync(self.world.side, lambda: self.machine.share, self._side_lost)
         self.log_book = Log(self.machine, emit, own_beat=member is None)
         self.models: list[nn.Module] = []
@@ -63,12 +67,14 @@ class Run:
         self.averages: dict[int, Average] = {}
         self._owned: set[int] = set()
         self._num_phases = 0
+        self._told_uneven = False
         self.strict_watch = models.Ran() if strategy.strict else None
         self.normaliser = Normaliser(self.machine, self.exchange)
         self.machine.on_lost.append(self.normaliser.forget)
         self.first_step = FirstStep(self.machine, self.exchange, self._warn)
+        self.first_step.draws = lambda: facts.tell_draws(self)
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
-        self.machine.global_loss = self._global_loss  # type: ignore[method-assign]
+        self.machine.global_loss = self.values.global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
         if self.strict_watch is not None:
             self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
@@ -178,17 +184,22 @@ class Run:
         if self.strategy.ema:
             average = self.averages[id(model)] = Average(model, self.strategy.ema)
             self.machine.keepers.append(Tensors(average.shadow))
-        if not self.models and self.rank:
-            torch.manual_seed(randomness.mix(self.strategy.seed, self.rank, "dropout"))
         self.models.append(model)
         return model
 
     def _add_sync(self, params: list[tuple[str, nn.Parameter, bool]]) -> Any:
-        sync = build.grad_sync(self.strategy, params, self.world.gradients)
+        group = self.world.groups.make() if self.machine.syncs else self.world.gradients
+        sync = build.grad_sync(self.strategy, params, group)
+        sync.on_uneven = self._uneven
         self._owned |= {id(p) for _, p, _ in params}
         self.machine.syncs.append(sync)
         self._link()
         return sync
+
+    def _uneven(self) -> None:
+        if not self._told_uneven:
+            self._told_uneven = True
+            self._warn(facts.UNEVEN)
 
     def _link(self) -> None:
         """Every optimizer knows the meetings of the parameters that it steps."""
@@ -199,6 +210,7 @@ class Run:
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if prepared_optimizer(optimizer) is None:
             prepared = PreparedOptimizer(optimizer, self.machine)
+            self.machine.keepers.append(Hyper(optimizer))
             if self.strategy.batch == "per-worker" and self.strategy.scale_lr:
                 prepared.lr_factor = warmup_factor(self.world_size, self.strategy.warmup_steps)
             self._link()
@@ -265,7 +277,7 @@ class Run:
         )
         loss = loss_fn(output, target)
         self.first_step.check_halves(loss_fn, output, target)
-        shown = self._global_loss(loss.detach())
+        shown = self.values.global_loss(loss.detach())
         loss.backward()
         if clip_norm is not None:
             self.clip_grad_norm(model, clip_norm)
@@ -284,9 +296,11 @@ class Run:
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips the global gradient's norm; returns the norm before. In mid-group there is nothing to clip."""
+        self.machine.finish(model.parameters())
         return clip.clip_norm(model.parameters(), max_norm)
 
     def clip_grad_value(self, model: nn.Module, limit: float) -> None:
+        self.machine.finish(model.parameters())
         clip.clip_value(model.parameters(), limit)
 
     def mean(self, total: Tensor, count: Any) -> Tensor:
@@ -307,17 +321,7 @@ class Run:
         """x over all workers. mean is weighted by samples; a tensor gives a tensor, a number a number."""
         if op not in ("mean", "sum", "min", "max"):
             raise UsageError(f"reduce() knows mean, sum, min and max, not {op!r}")
-        tensor = x if isinstance(x, Tensor) else torch.tensor(x, device=self.device)
-        result = self.exchange.reduce(tensor, op, self._samples())
-        return result if isinstance(x, Tensor) else result.item()
-
-    def _samples(self) -> float:
-        """How much this rank counts for: its samples of the current batch, or of the loop that just ended."""
-        current = self.machine.current
-        if current is not None and current.part is not None:
-            return float(current.part.count)
-        last = self.machine.last_loop
-        return float(last) if last else 1.0
+        return self.values.reduce(x, op, self.device)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers in global order; differentiable: the answer for in-batch negatives."""
@@ -372,13 +376,6 @@ class Run:
         if isinstance(outcome, Lost):
             self.machine.side_losses.append(outcome)
 
-    def _global_loss(self, loss: Any) -> Any:
-        """A part's loss -> the loss over the global batch (mean by samples, or the sum)."""
-        if not isinstance(loss, Tensor):
-            return loss
-        op: ReduceOp = "sum" if self.strategy.loss == "sum" else "mean"
-        return self.exchange.reduce(loss, op, self._samples())
-
     def _after_apply(self, optimizer: Any) -> None:
         params = {id(p) for p in optimizer.params()}
         for model in self.models:
@@ -387,8 +384,11 @@ class Run:
                 average.update()
 
     def _first_batch(self, part: Part) -> None:
-        if self.is_main and isinstance(feed := self.machine.current, Feed):
-            self.emit(Facts(rank=0, lines=facts.lines(self, feed)))
+        """Until here all ranks drew alike (weights, splits of the data); from now on each draws its own dropout."""
+        if self.rank:
+            torch.manual_seed(randomness.mix(self.strategy.seed, self.rank, "dropout"))
+        if self.is_main and isinstance(loop := self.machine.current, Loop):
+            self.emit(Facts(rank=0, lines=facts.lines(self, loop.feed)))
 
     def _warn(self, message: str) -> None:
         self.emit(Warned(rank=self.rank, message=message))

@@ -12,9 +12,8 @@ A step is a transaction: applied everywhere or nowhere. The unit of replay is ev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,66 +23,15 @@ from echelon.comm.group import Lost, Met, Outcome, merge
 from echelon.data.loader import Part
 from echelon.errors import LoopError, UsageError
 from echelon.events import Sink, StepLost
+from echelon.loop import Counters, Rewindable, Stepping, Yielding
 from echelon.parallel.clip import clip_norm
 from echelon.parallel.gradsync import GradSync, Share
 from echelon.prepare.keep import Keeper
 from echelon.strategy import Strategy
 
 
-class Rewindable(Protocol):
-    """A loader, as the machine sees it."""
-
-    part: Part | None
-    rank_samples: int
-
-    def mark(self) -> None:
-        """All that was yielded so far is committed."""
-        ...
-
-    def rewind(self) -> int:
-        """Yields again what was not; returns how many parts that is."""
-        ...
-
-
-class Stepping(Protocol):
-    """An optimizer, as the machine sees it."""
-
-    index: int
-    stepped: bool
-    """Its last step() was really applied."""
-    syncs: list[GradSync]
-    optimizer: torch.optim.Optimizer
-
-    def params(self) -> list[Tensor]: ...
-    def inner_step(self, closure: Callable[[], Any] | None = None) -> Any: ...
-    def keep_pre_image(self) -> None: ...
-    def put_back(self) -> None: ...
-    def drop_pre_image(self) -> None: ...
-
-
 class _LostInClosure(Exception):
     pass
-
-
-@dataclass
-class Times:
-    """Where the time of this rank went, in seconds since the first batch."""
-
-    data_s: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    began: float = 0.0
-    """When the first batch was asked for; 0 before that."""
-
-
-@dataclass
-class Counters:
-    global_step: int = 0
-    samples: int = 0
-    """Samples this rank was given (stand-ins are none)."""
-    epoch: int = 0
-    lost_steps: int = 0
-    times: Times = field(default_factory=Times)
 
 
 class Machine:
@@ -102,59 +50,77 @@ class Machine:
         self.at_first_begin: list[Callable[[Part], None]] = []
         self.alone = Share(weight=1.0 / size)
         self.share = self.alone
-        self.current: Rewindable | None = None
-        self.open_loaders: list[Rewindable] = []
+        self.current: Yielding | None = None
+        self.open_loops: list[Yielding] = []
         self.last_loop = 0
         """Samples this rank had in the loop that ended last."""
         self.side_losses: list[Outcome] = []
+        self.begins = 0
+        """Micro-steps begun so far, replays included: the same on every rank."""
+        self.yielded: dict[int, float] = {}
+        """Loop -> its share of the last batch, since the last commit: two that differ cannot share one loss."""
+        self.at_snapshot: list[Callable[[], None]] = []
+        self.warn: Callable[[str], None] = lambda message: None
         self.in_iteration: set[int] = set()
         """Optimizers that were applied since the last batch was yielded."""
         self.committed = True
         """Something was applied since the last snapshot (true at first: the start is a commit)."""
         self.iteration_lost = False
+        self.mixed = False
         self.after_loss: Callable[[Lost, int], None] = lambda lost, step: None
         """The failure policy: raises when a replay in this group makes no sense."""
 
     # -- begin ---------------------------------------------------------------------------------------------------
 
-    def begin(self, loader: Rewindable, part: Part) -> None:
+    def begin(self, loop: Yielding, part: Part) -> None:
         """A loader is about to yield `part`."""
+        self.current = loop
+        first, self.at_first_begin = self.at_first_begin, []
+        for fn in first:
+            fn(part)
         if self.iteration_lost:
             self._put_back()
         elif self.committed:
             self._snapshot()
         self.iteration_lost = False
         self.in_iteration.clear()
-        if loader in self.open_loaders:
-            self.open_loaders.remove(loader)
-        self.open_loaders.append(loader)
-        self.current = loader
+        if loop in self.open_loops:
+            self.open_loops.remove(loop)
+        self.open_loops.append(loop)
+        self.begins += 1
+        self.yielded[id(loop)] = part.count / part.micro.total
         self.counters.samples += part.count
         self.counters.epoch = part.micro.epoch
         self.set_share(self.share_of(part))
-        if self.at_first_begin:
-            waiting, self.at_first_begin = self.at_first_begin, []
-            for fn in waiting:
-                fn(part)
 
     def share_of(self, part: Part) -> Share:
-        weight = 1.0 if self.strategy.loss == "sum" else part.count / part.micro.total
-        return Share(weight=weight, counts=part.count > 0, last=part.micro.last)
+        micro = part.micro
+        sums = self.strategy.loss == "sum"
+        return Share(
+            weight=1.0 if sums else part.count / micro.total,
+            counts=part.count > 0,
+            last=micro.last,
+            sums_to_one=not sums and micro.total == len(micro.ids),
+            number=self.begins,
+        )
 
     def set_share(self, share: Share) -> None:
         self.share = share
         for sync in self.syncs:
             sync.begin(share)
 
-    def end_loop(self, loader: Rewindable) -> None:
+    def end_loop(self, loop: Yielding) -> None:
         """A loader's loop is over: what is around it (an outer loop, or nothing) is current again."""
-        self.last_loop = loader.rank_samples
-        if loader in self.open_loaders:
-            self.open_loaders.remove(loader)
+        self.last_loop = loop.rank_samples
+        if loop in self.open_loops:
+            self.open_loops.remove(loop)
         if self.committed:
             for other in self.loaders:
                 other.mark()
-        self.current = self.open_loaders[-1] if self.open_loaders else None
+        self.yielded.pop(id(loop), None)
+        if self.current is not loop:
+            return
+        self.current = self.open_loops[-1] if self.open_loops else None
         part = self.current.part if self.current else None
         self.set_share(self.share_of(part) if part else self.alone)
 
@@ -166,8 +132,11 @@ class Machine:
             sync.refresh()
         for optimizer in self.optimizers:
             optimizer.drop_pre_image()
+        for fn in self.at_snapshot:
+            fn()
         for keeper in self.keepers:
             keeper.keep()
+        self.yielded.clear()
         self.committed = False
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -213,23 +182,44 @@ class Machine:
             return Lost((), faults.ON_PURPOSE)
         return outcome
 
+    def finish(self, params: Iterable[Tensor]) -> None:
+        """A rank without a backward in this step takes part in the meeting of these parameters here."""
+        ids = {id(p) for p in params}
+        for sync in self.syncs:
+            if sync.holds(ids):
+                sync.finish()
+
     def next_step(self, optimizer: Stepping) -> int:
         """What global_step would be once `optimizer` has stepped: several in one iteration make one step."""
         fresh = not self.in_iteration or optimizer.index in self.in_iteration
         return self.counters.global_step + (1 if fresh else 0)
 
     def _apply(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
-        for check in list(self.before_apply):
-            check(optimizer)
-        if self.strategy.clip_norm:
-            clip_norm(optimizer.params(), self.strategy.clip_norm)
-        if len(self.optimizers) > 1:
+        self._check(optimizer)
+        if optimizer.index in self.in_iteration:
+            optimizer.twice = True
+        if len(self.optimizers) > 1 or optimizer.twice:
             optimizer.keep_pre_image()
         result = optimizer.inner_step(closure)
         self._count(optimizer)
         for update in self.after_apply:
             update(optimizer)
         return result
+
+    def _check(self, optimizer: Stepping) -> None:
+        """Self-checks, and the strategy's own clipping, on gradients that have met."""
+        for check in list(self.before_apply):
+            check(optimizer)
+        shares = {self.yielded[id(loop)] for loop in self.open_loops if id(loop) in self.yielded}
+        if len(shares) > 1 and not self.mixed:
+            self.mixed = True
+            self.warn(
+                "two loaders yielded parts of different shares in one step, and a gradient has one weight.\n"
+                "  Parts count by the loader that yielded last, unlike in one process.\n"
+                "  Give both the same batch size, step once for each, or use run.mean(total, count) for each loss."
+            )
+        if self.strategy.clip_norm:
+            clip_norm(optimizer.params(), self.strategy.clip_norm)
 
     def _count(self, optimizer: Stepping) -> None:
         self.counters.global_step = self.next_step(optimizer)
@@ -239,6 +229,7 @@ class Machine:
         for sync in optimizer.syncs:
             sync.settled()
         optimizer.stepped = True
+        optimizer.applied += 1
         self.committed = True
 
     def skipped(self, optimizer: Stepping) -> None:
@@ -255,12 +246,25 @@ class Machine:
         step = self.next_step(optimizer)
         optimizer.stepped = False
         self.after_loss(lost, step)
+        undo = [o for o in self.optimizers if o.index in self.in_iteration and not o.has_pre_image()]
+        if undo:
+            raise LoopError(
+                f"step {step} was lost after optimizer {undo[0].index} had stepped in the same iteration for the first time, "
+                "and that step cannot be undone",
+                remedy="Start the run again.",
+                step=step,
+            )
         for sync in self.syncs:
             sync.forget()
         for other in self.optimizers:
             other.put_back()
         self.counters.global_step = step - 1
         batches = sum(loader.rewind() for loader in self.loaders)
+        if batches and not self.open_loops:
+            self.warn(
+                f"step {step} was lost after its loop had ended: its {batches} batches come first in the next loop.\n"
+                "  After the last loop there is none, and they stay out."
+            )
         self.counters.lost_steps += 1
         for forget in self.on_lost:
             forget()
@@ -304,6 +308,7 @@ class Machine:
             outcome = self.meet(optimizer)
             if isinstance(outcome, Lost):
                 raise _LostInClosure(outcome)
+            self._check(optimizer)
             return self.global_loss(loss)
 
         optimizer.keep_pre_image()
@@ -322,6 +327,13 @@ class Machine:
     def global_loss(self, loss: Any) -> Any:
         """A closure's loss over the global batch; replaced by the run, which has the group."""
         return loss
+
+    def drop_group(self) -> bool:
+        """The script left a loop in mid-group: what the group holds is of no use. Says whether there was anything."""
+        held = any(sync.banked for sync in self.syncs)
+        for sync in self.syncs if held else []:
+            sync.forget()
+        return held
 
     # -- what others ask -----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ class AloneGroup:
 
     rank = 0
     size = 1
+    local = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")

@@ -70,6 +70,8 @@ class Group(Protocol):
 
     rank: int
     size: int
+    local: bool
+    """True when there is nobody else: a tensor is its own sum wherever it lies."""
 
     def buffer(self, nbytes: int) -> Tensor:
         """Memory (a flat uint8 tensor, zeroed) that this group reduces fastest. It lives as long as its views."""

@@ -48,10 +48,12 @@ class TorchWork:
 class TorchGroup:
     """See Group. `blame` names the dead after a failure; it may block for a second or two."""
 
+    local = False
+
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, blame: Blame | None = None) -> None:
         self.pg, self.rank, self.size = pg, pg.rank(), pg.size()
         self.device, self.blame = device, blame
-        self.timed = device.type == "cpu"
+        self.timed = dist.get_backend(pg) == "gloo"
         self.lost: Lost | None = None
         self._lock = threading.Lock()
 

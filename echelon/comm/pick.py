@@ -58,9 +58,7 @@ class Groups:
                 self._init_torch()
             pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
             assert pg is not None
-            group = TorchGroup(
-                pg, self.device if self.backend == "nccl" else torch.device("cpu"), self._blame()
-            )
+            group = TorchGroup(pg, self.device, self._blame())
         self.made.append(group)
         return group
 

@@ -88,6 +88,8 @@ class ThreadWork:
 class ThreadGroup:
     """One thread's end of a Room."""
 
+    local = False
+
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.size, self._next = room, rank, room.size, 0
 

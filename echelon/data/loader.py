@@ -109,10 +109,10 @@ class Seeded(Dataset[Any]):
             if outside is not None:
                 restore(outside)
 
-    def _fetch(self, keys: list[tuple[int, Any]]) -> list[Any]:
+    def _fetch(self, keys: list[tuple[int, Any]]) -> Any:
         if self.batched:
             self._seed(keys[0])
-            return list(self.dataset.__getitems__([i for _, i in keys]))
+            return self.dataset.__getitems__([i for _, i in keys])
         samples = []
         for key in keys:
             self._seed(key)
@@ -133,13 +133,34 @@ class Collate:
     def __call__(self, samples: Any) -> Any:
         if isinstance(samples, Ready):
             return samples.batch
-        if len(samples) == 1 and isinstance(samples[0], str) and samples[0] == END:
+        if (
+            isinstance(samples, list)
+            and len(samples) == 1
+            and isinstance(samples[0], str)
+            and samples[0] == END
+        ):
             return END
         return self.collate(samples)
 
 
+class WorkerInit:
+    """In a loader process: get_worker_info().dataset is the script's own dataset, then the script's worker_init_fn."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Seeded):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses a plain assignment
+        if self.init is not None:
+            self.init(worker)
+
+
 class MapParts:
     """The parts of a map-style loader. One epoch is open at a time."""
+
+    copies = False
 
     def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int) -> None:
         order.refuse_cut_sampler(loader)
@@ -153,7 +174,7 @@ class MapParts:
             collate_fn=Collate(loader.collate_fn),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=WorkerInit(loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             generator=torch.Generator().manual_seed(mix(seed, "loader processes")),
             prefetch_factor=loader.prefetch_factor,

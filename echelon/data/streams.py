@@ -7,6 +7,7 @@ Parts since the last commit are kept as copies, so a lost step needs no second r
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -77,14 +78,16 @@ class CutCollate:
 class StreamParts:
     """The parts of a stream loader. See MapParts for the verbs."""
 
+    copies = True
+
     def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int, group: Group) -> None:
         self.user, self.cut, self.seed, self.group = loader, cut, seed, group
         self.again: deque[Part] = deque()
         dataset: Any = loader.dataset
-        self.sharded = isinstance(dataset, IterableDataset) and callable(getattr(dataset, "shard", None))
+        self.sharded = isinstance(dataset, IterableDataset) and _declares_shards(dataset)
         batch_size, rank_cut = loader.batch_size, cut
         if self.sharded:
-            dataset = dataset.shard(cut.rank, cut.size)
+            dataset = dataset.shard(index=cut.rank, count=cut.size)
             lo, hi = (0, batch_size or 1) if cut.per_worker else part(batch_size or 1, cut.rank, cut.size)
             batch_size = None if batch_size is None else max(1, hi - lo)
             rank_cut = replace(cut, rank=0, size=1)
@@ -211,3 +214,9 @@ class StreamParts:
     def kept(cls, part: Part) -> Part:
         """A copy of the part: the script may change its batch in place."""
         return cls._copy(part)
+
+
+def _declares_shards(dataset: Any) -> bool:
+    """A method `shard(index, count)`, by these names: others mean something else by that word."""
+    method = getattr(dataset, "shard", None)
+    return callable(method) and {"index", "count"} <= set(inspect.signature(method).parameters)

@@ -8,7 +8,7 @@ A meeting is one outermost backward:
 4. hand back: `.grad` becomes the bucket's view, or stays None where no rank had a gradient
 
 In the middle of a group (accumulate, microbatches) nothing meets: gradients are banked in their slots and `.grad` is
-None, so code between backward and step does no harm there.
+None, so code between backward and step does no harm there. A group of one rank leaves gradients where autograd put them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Met, Outcome, merge
-from echelon.parallel import backward, buckets
+from echelon.parallel import backward, buckets, tail
 from echelon.parallel.buckets import MIB, Slot
 from echelon.parallel.gradsync import Share
-from echelon.parallel.sparse import sum_rows
+from echelon.parallel.sparse import rows_of, sum_rows
 
 MEETING_LIMIT_S = 1800.0
-HEAD = 2
-"""Numbers in front of the used bits in the tail: ranks that took part, and meetings they count since the start."""
+IDLE_STEPS = 100
+"""A parameter that was frozen for this many steps leaves the buckets."""
 
 
 class AllReduceSync:
@@ -46,51 +46,45 @@ class AllReduceSync:
         first_bucket_bytes: int = MIB,
     ) -> None:
         self.group, self.bucket_bytes, self.first_bucket_bytes = group, bucket_bytes, first_bucket_bytes
-        self.all_params = list(params)
         self.share = Share(weight=1.0 / group.size)
         self.on_met: Callable[[float], None] | None = None
         """Told at the end of each meeting how long it waited."""
+        self.on_uneven: Callable[[], None] | None = None
+        """Told when some ranks had a backward in a micro-step and some had none."""
         self.outcomes: list[Outcome] = []
-        self.wait_s = 0.0
-        self.activity = 0
-        self.meetings = 0
-        self.met_in_micro = False
-        self.open = False
+        self.wait_s, self.activity, self.meetings = 0.0, 0, 0
+        self.met_in_micro = self.open = self.banked = False
         self.order: list[int] | None = []
+        """The order in which gradients came so far; None once the buckets follow it."""
         self.pre_hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.slots: list[Slot] = []
-        self._arm()
+        self.slots = [Slot(i, name, p, sparse) for i, (name, p, sparse) in enumerate(params)]
+        self.by_param = {id(s.param): s for s in self.slots}
+        for slot in self.slots:
+            backward.hook(slot.param, partial(self._ready, slot))
+        self._build([s for s in reversed(self.slots) if s.param.requires_grad])
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        """Slots, buckets and hooks over the parameters that are trained now, in reverse order of definition."""
-        for hook in (*self.hooks, *self.pre_hooks):
-            hook.remove()
-        self.pre_hooks = []
-        self.trained = [p.requires_grad for _, p, _ in self.all_params]
-        live = [item for item in self.all_params if item[1].requires_grad]
-        self.slots = [Slot(i, name, p, sparse) for i, (name, p, sparse) in enumerate(live)]
-        self.by_param = {id(s.param): s for s in self.slots}
-        self.hooks = [s.param.register_post_accumulate_grad_hook(partial(self._ready, s)) for s in self.slots]
-        self.order = []
-        self._build(list(reversed(self.slots)))
-
     def _build(self, ordered: list[Slot]) -> None:
+        """Buckets over these slots; the others are frozen and wait in `spare`."""
         old = [(s, s.param.grad) for s in self.slots if s.view is not None and s.param.grad is s.view]
+        for slot in self.slots:
+            slot.bucket = slot.view = None
+        self.active = ordered
         self.buckets, self.tail = buckets.build(
             ordered,
             self.group,
             first_bytes=self.first_bucket_bytes,
             bucket_bytes=self.bucket_bytes,
-            tail_numel=HEAD + len(self.slots),
+            tail_numel=tail.HEAD + len(self.slots),
         )
         for slot, grad in old:
-            assert slot.view is not None
-            slot.view.copy_(grad)
-            slot.param.grad = slot.view
-        self.sparse = [s for s in self.slots if s.sparse]
+            if slot.view is not None:
+                slot.view.copy_(grad)
+                slot.param.grad = slot.view
+        chosen = {s.index for s in ordered}
+        self.spare = [s for s in self.slots if s.index not in chosen]
+        self.sparse = [s for s in self.slots if s.sparse and s.index in chosen]
         self._reset()
 
     def _reset(self) -> None:
@@ -101,8 +95,21 @@ class AllReduceSync:
         self.next_bucket = 0
 
     def refresh(self) -> None:
-        if self.trained != [p.requires_grad for _, p, _ in self.all_params]:
-            self._arm()
+        for slot in self.active:
+            slot.idle = 0 if slot.param.requires_grad else slot.idle + 1
+        thawed = [s for s in self.spare if s.param.requires_grad]
+        kept = [s for s in self.active if s.idle <= IDLE_STEPS]
+        if thawed or len(kept) < len(self.active):
+            self._build([*kept, *reversed(thawed)])
+
+    def _thaw(self) -> None:
+        """Parameters thawed since the step began get buckets of their own until the next one."""
+        thawed = [s for s in self.spare if s.param.requires_grad]
+        if thawed:
+            self.active = [*self.active, *thawed]
+            self.spare = [s for s in self.spare if not s.param.requires_grad]
+            self.sparse += [s for s in thawed if s.sparse]
+            self.buckets += buckets.lay([s for s in thawed if not s.sparse], self.group)
 
     # -- a micro-step --------------------------------------------------------------------------------------------
 
@@ -112,14 +119,13 @@ class AllReduceSync:
             self._reset()
         self.share = share
         self.met_in_micro = False
-        if not share.last and not self.pre_hooks:
-            self.pre_hooks = [s.param.register_hook(partial(self._before, s)) for s in self.slots]
+        if not share.sums_to_one and not self.pre_hooks:
+            self.pre_hooks = [backward.pre_hook(s.param, partial(self._before, s)) for s in self.slots]
 
     def _before(self, slot: Slot, grad: Tensor) -> Tensor | None:
-        """Inside a group, a backward on top of a global gradient: autograd is about to add to it in place.
+        """A backward on top of a global gradient, where weights do not sum to one (groups, loss=sum).
 
-        The weights of one micro-step do not sum to one there, so the new gradient is scaled first, and the sum of
-        both is then taken with 1 / size.
+        Autograd is about to add in place, so the new gradient is scaled first, and the sum is then taken with 1 / size.
         """
         if slot.param.grad is None or not self.share.last:
             return None
@@ -138,10 +144,13 @@ class AllReduceSync:
         if not share.last:
             if share.counts:
                 slot.bank(grad.mul(share.weight) if _shares(grad, slot.view) else grad.mul_(share.weight))
+                self.banked = True
             param.grad = None
             return
         self.open = True
         backward.at_end(self.finish)
+        if self._in_place() or (slot.bucket is None and not slot.sparse):
+            return  # nothing to do, or thawed a moment ago: see _thaw and _fill
         if slot.sparse:
             slot.fired, slot.counted = True, share.counts
             return
@@ -149,24 +158,28 @@ class AllReduceSync:
             grad = grad.to_dense()
         self._write(slot, param, grad, share)
 
+    def _in_place(self) -> bool:
+        """One rank, one micro-step: `.grad` is global where it is."""
+        share = self.share
+        return self.group.local and not self.banked and share.counts and share.weight * share.closing == 1.0
+
     def _write(self, slot: Slot, param: Tensor, grad: Tensor, share: Share) -> None:
         """ready: the one pass over a gradient. `.grad` is None until the meeting is over, so a second one adds."""
         bucket, view = slot.bucket, slot.view
         assert bucket is not None
         assert view is not None
         weight = share.weight * share.closing
+        param.grad = None
         if bucket.work is not None:
             late = grad.mul(weight) if share.counts else torch.zeros_like(view)
             slot.late = late if slot.late is None else slot.late.add_(late)
             bucket.again = True
-            param.grad = None
             return
         if slot.fired:
             if share.counts:
                 view.add_(grad, alpha=weight)
-            param.grad = None
             return
-        if grad.data_ptr() == view.data_ptr() and self.pre_hooks:
+        if slot.stacked:
             view.mul_(1.0 / self.group.size)
         elif not share.counts:
             view.zero_()
@@ -180,7 +193,6 @@ class AllReduceSync:
         if slot.pending is not None or slot.sealed is not None:
             self._add_held(slot)
             slot.counted = True
-        param.grad = None
         if self.order is not None:
             self.order.append(slot.index)
         bucket.missing -= 1
@@ -189,8 +201,7 @@ class AllReduceSync:
 
     def _add_held(self, slot: Slot) -> None:
         held = slot.held()
-        if held is not None:
-            assert slot.view is not None
+        if held is not None and slot.view is not None:
             slot.view.add_(held, alpha=self.share.closing)
 
     def _leave(self) -> None:
@@ -198,17 +209,17 @@ class AllReduceSync:
         while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].missing == 0:
             bucket = self.buckets[self.next_bucket]
             if bucket.tail is not None:
-                if not all(s.fired for s in self.slots):
+                if not all(s.fired for s in self.active):
                     return
                 self._write_tail()
             bucket.work = self.group.all_reduce(bucket.flat)
             self.next_bucket += 1
 
-    def _write_tail(self, held: Iterable[Slot] = ()) -> None:
-        """Who took part, and which parameters have a gradient here that counts."""
+    def _write_tail(self, held: Iterable[Slot] = (), late: bool = False) -> None:
+        """Where we are, and which parameters have a gradient here that counts."""
         holding = {id(s) for s in held}
         used = [float(s.counted or s.param.grad is not None or id(s) in holding) for s in self.slots]
-        self.tail.copy_(torch.tensor([1.0, float(self.meetings), *used], dtype=self.tail.dtype))
+        tail.write(self.tail, self.share.number, late, used)
 
     # -- the end of a backward -----------------------------------------------------------------------------------
 
@@ -216,31 +227,37 @@ class AllReduceSync:
         """Ends the open meeting; with none open, takes part in one if this micro-step had none here."""
         if not self.open and (self.met_in_micro or not self.share.last):
             return
-        self.open = True
+        late, self.open = not self.open, True
         deadline = Deadline.after(MEETING_LIMIT_S)
-        held = [s for s in self.slots if s.pending is not None or s.sealed is not None]
+        if self._in_place():
+            self._met(self.group.barrier().wait(deadline), 0.0)
+            return
+        self._thaw()
         # fill
-        self._fill(held)
+        self._fill([s for s in self.slots if s.pending is not None or s.sealed is not None], late)
         # meet
         began = time.perf_counter()
         outcomes = [b.work.wait(deadline) for b in self.buckets if b.work is not None]
         if any(b.again for b in self.buckets):
             outcomes += self._second_round(deadline)
         outcomes += self._meet_sparse(deadline)
-        waited = time.perf_counter() - began
-        self.wait_s += waited
-        if self.on_met is not None:
-            self.on_met(waited)
         outcome = merge(outcomes)
-        self.outcomes.append(outcome)
+        waited = time.perf_counter() - began
         # hand back
         if isinstance(outcome, Met):
             self._hand_back()
-        self.meetings += 1
-        self.met_in_micro, self.open = True, False
+        self._met(outcome, waited)
         self._reset()
 
-    def _fill(self, held: list[Slot]) -> None:
+    def _met(self, outcome: Outcome, waited: float) -> None:
+        self.outcomes.append(outcome)
+        self.meetings += 1
+        self.met_in_micro, self.open = True, False
+        self.wait_s += waited
+        if self.on_met is not None:
+            self.on_met(waited)
+
+    def _fill(self, held: list[Slot], late: bool) -> None:
         """fill: what has no gradient of this backward gets its content, then every bucket left leaves."""
         for bucket in self.buckets[self.next_bucket :]:
             for slot in bucket.slots:
@@ -253,7 +270,9 @@ class AllReduceSync:
                 elif param.grad.data_ptr() == view.data_ptr():
                     view.mul_(1.0 / self.group.size)  # global already: an earlier backward's
                 elif self.share.counts:
-                    torch.mul(param.grad, self.share.weight, out=view)  # the script's own
+                    torch.mul(
+                        param.grad, self.share.weight * self.share.closing, out=view
+                    )  # the script's own
                 else:
                     view.zero_()
             bucket.missing = 0
@@ -261,7 +280,7 @@ class AllReduceSync:
             if not slot.sparse and slot.bucket is not None and slot.bucket.work is None:
                 self._add_held(slot)
         if self.next_bucket < len(self.buckets):
-            self._write_tail(held)
+            self._write_tail(held, late)
             for bucket in self.buckets[self.next_bucket :]:
                 bucket.work = self.group.all_reduce(bucket.flat)
             self.next_bucket = len(self.buckets)
@@ -284,52 +303,50 @@ class AllReduceSync:
         """Rows of all sparse parameters at once."""
         if not self.sparse:
             return []
-        grads = [self._rows_of(slot) for slot in self.sparse]
+        grads = [rows_of(slot, self.share, self.group.size) for slot in self.sparse]
         outcome, totals = sum_rows(grads, [s.param.detach() for s in self.sparse], self.group, deadline)
         for slot, total in zip(self.sparse, totals, strict=True):
             slot.param.grad = total
-            if total is None:
-                slot.fired = False
         return [outcome]
 
-    def _rows_of(self, slot: Slot) -> Tensor | None:
-        grad, share = slot.param.grad, self.share
-        if grad is not None:
-            grad = grad if grad.is_sparse else grad.to_sparse(1)
-            if slot.stacked or not slot.fired:  # an earlier backward's, global already
-                grad = grad * (1.0 / self.group.size)
-            else:
-                grad = grad * (share.weight * share.closing) if share.counts else None
-        held = slot.held()
-        if held is not None:
-            grad = held * share.closing if grad is None else grad + held * share.closing
-        return grad
-
     def _hand_back(self) -> None:
-        missing = [s for s in self.slots if not s.fired and not s.sparse]
-        for slot in self.slots:
-            if slot.fired and not slot.sparse:
+        dense = [s for s in self.active if not s.sparse]
+        plain = all(s.fired for s in dense) and self.share.counts
+        if self.tail.device.type == "cpu" or not plain:  # reading it on a GPU would wait for the GPU
+            self._look_around()
+        if plain:
+            for slot in dense:
                 slot.param.grad = slot.view
-        if missing or not self.share.counts:
-            used = self.tail[HEAD:].tolist()
-            for slot in self.slots:
-                if not slot.sparse:
-                    slot.param.grad = slot.view if used[slot.index] > 0 else None
+            return
+        used = tail.used(self.tail)
+        for slot in dense:
+            slot.param.grad = slot.view if used[slot.index] > 0 else None
 
-    def holds(self, params: set[int]) -> bool:
-        return any(id(p) in params for _, p, _ in self.all_params)
-
-    def unused(self) -> list[str]:
-        """Trained parameters that have no gradient now, on any rank if the last backward met."""
-        return [s.name for s in self.slots if s.param.grad is None]
+    def _look_around(self) -> None:
+        """Are all ranks in the same micro-step, and did all have a backward in it?"""
+        head = tail.head(self.tail)
+        if not head.same_place:
+            raise tail.misplaced(self.group, self.share.number, Deadline.after(MEETING_LIMIT_S))
+        if head.some_late and self.on_uneven is not None:
+            self.on_uneven()
 
     # -- the script's verbs --------------------------------------------------------------------------------------
+
+    def holds(self, params: set[int]) -> bool:
+        return any(i in params for i in self.by_param)
+
+    def unused(self) -> list[str]:
+        return [s.name for s in self.active if s.param.grad is None and s.param.requires_grad]
 
     def _mine(self, params: Iterable[Tensor]) -> list[Slot]:
         return [self.by_param[id(p)] for p in params if id(p) in self.by_param]
 
     def seal(self, params: Iterable[Tensor]) -> None:
         for slot in self._mine(params):
+            grad = slot.param.grad
+            if grad is not None:  # the script's own, in mid-group
+                slot.bank(grad.detach() * self.share.weight)
+                slot.param.grad, self.banked = None, True
             slot.seal()
 
     def withdraw(self, params: Iterable[Tensor]) -> None:
@@ -338,32 +355,39 @@ class AllReduceSync:
 
     def commit(self, step: int) -> Outcome:
         outcomes, self.outcomes = self.outcomes, []
-        self.met_in_micro = False
         return merge(outcomes)
 
     def settled(self) -> None:
-        if self.order:
+        self.banked = (
+            any(s.pending is not None or s.sealed is not None for s in self.slots) if self.banked else False
+        )
+        if self.order is not None and not self.group.local:
             self._learn_order()
 
     def lost(self) -> Outcome:
         return merge(self.outcomes)
 
     def _learn_order(self) -> None:
-        """After the first step: buckets in the order in which rank 0's backward made gradients."""
+        """After the first step: buckets in the order in which rank 0's backward made gradients, if it had one."""
         assert self.order is not None
-        seen = dict.fromkeys(self.order)
-        ranks = [*seen, *(s.index for s in reversed(self.slots) if s.index not in seen)]
-        self.order = None
-        order = torch.tensor(ranks, device=self.tail.device)
-        if isinstance(self.group.broadcast(order).wait(Deadline.after(MEETING_LIMIT_S)), Met):
-            self._build([self.slots[i] for i in order.tolist()])
+        chosen = [s.index for s in self.active]
+        seen = [i for i in dict.fromkeys(self.order) if i in set(chosen)]
+        order = torch.tensor(
+            [len(seen), *seen, *(i for i in chosen if i not in set(seen))], device=self.tail.device
+        )
+        if not isinstance(self.group.broadcast(order).wait(Deadline.after(MEETING_LIMIT_S)), Met):
+            return
+        known, *ranks = order.tolist()
+        if known:
+            self.order = None
+            self._build([self.slots[i] for i in ranks])
 
     def forget(self) -> None:
         self.outcomes = []
         self.order = None if self.order is None else []
         for slot in self.slots:
             slot.pending = slot.sealed = slot.late = slot.param.grad = None
-        self.open = False
+        self.open = self.banked = False
         self._reset()
 
 

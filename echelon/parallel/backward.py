@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -75,3 +76,18 @@ def watch_checkpoints() -> None:
 
     backward._echelon = True  # type: ignore[attr-defined]
     CheckpointFunction.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+def hook(param: Tensor, fn: Callable[[Tensor], None]) -> None:
+    """Calls fn when a gradient has been accumulated; lives through times in which the parameter is frozen."""
+    trained = param.requires_grad
+    param.requires_grad_(True).register_post_accumulate_grad_hook(fn)
+    param.requires_grad_(trained)
+
+
+def pre_hook(param: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Any:
+    """Calls fn with a gradient before it is accumulated; what it returns is accumulated instead."""
+    trained = param.requires_grad
+    handle = param.requires_grad_(True).register_hook(fn)
+    param.requires_grad_(trained)
+    return handle

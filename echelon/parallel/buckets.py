@@ -18,13 +18,15 @@ ALIGN = 64
 class Slot:
     """One parameter's place in a bucket and what it holds between micro-steps."""
 
-    __slots__ = ("bucket", "counted", "fired", "index", "late", "name", "param", "pending", "sealed", "sparse",
+    __slots__ = ("bucket", "counted", "fired", "idle", "index", "late", "name", "param", "pending", "sealed", "sparse",
                  "stacked", "view")  # fmt: skip
 
     def __init__(self, index: int, name: str, param: nn.Parameter, sparse: bool) -> None:
         self.index, self.name, self.param, self.sparse = index, name, param, sparse
         self.bucket: Bucket | None = None
         self.view: Tensor | None = None
+        self.idle = 0
+        """Steps for which the parameter has been frozen."""
         self.fired = False
         """A gradient came in the meeting that is open."""
         self.counted = False
@@ -103,6 +105,11 @@ def build(
     tail = buckets[-1].tail
     assert tail is not None
     return buckets, tail
+
+
+def lay(slots: Sequence[Slot], group: Group) -> list[Bucket]:
+    """One bucket a type, with no tail."""
+    return [_lay(same, group) for _, same in _by_type(slots)]
 
 
 def _by_type(slots: Sequence[Slot]) -> list[tuple[torch.dtype, list[Slot]]]:

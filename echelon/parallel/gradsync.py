@@ -24,6 +24,12 @@ class Share:
     last: bool = True
     """False in the middle of a group (accumulate, microbatches): gradients stay here until its last micro-step."""
 
+    sums_to_one: bool = True
+    """Whether the weights of all ranks in this micro-step sum to one: not inside a group, nor with loss=sum."""
+
+    number: int = 0
+    """Of the micro-step, since the start: the same on every rank that is in the same place."""
+
     closing: float = 1.0
     """Multiplies what the group holds when it meets: 1 / tokens where the normaliser is known only then."""
 
@@ -40,6 +46,9 @@ class GradSync(Protocol):
 
     wait_s: float
     """Seconds spent waiting for peers so far."""
+
+    banked: bool
+    """Something of earlier micro-steps of the group lies here."""
 
     activity: int
     """Grows with every gradient that arrives."""

@@ -132,6 +132,11 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
+def has_no_memory(model: nn.Module) -> bool:
+    """Some BatchNorm keeps no running statistics, so evaluation uses those of its batch."""
+    return any(isinstance(m, _BatchNorm) and not m.track_running_stats for m in model.modules())
+
+
 def _synced(cls: type[nn.Module], sync: NormSync) -> type[nn.Module]:
     """A subclass whose training forward is global. A copy of the module is of the script's own class again."""
 

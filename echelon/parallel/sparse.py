@@ -10,6 +10,8 @@ from torch import Tensor
 
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome
+from echelon.parallel.buckets import Slot
+from echelon.parallel.gradsync import Share
 
 ALIGN = 64
 
@@ -45,6 +47,21 @@ def sum_rows(
     # add
     parts = [_views(blocks[r], every[r], like) for r in range(group.size)]
     return outcome, [_add([p[i] for p in parts], table) for i, table in enumerate(like)]
+
+
+def rows_of(slot: Slot, share: Share, size: int) -> Tensor | None:
+    """What a slot brings to the sum: its gradient by its share, and what the group held; None for nothing."""
+    grad = slot.param.grad
+    if grad is not None:
+        grad = grad if grad.is_sparse else grad.to_sparse(1)
+        if slot.stacked or not slot.fired:  # an earlier backward's, global already
+            grad = grad * (1.0 / size)
+        else:
+            grad = grad * (share.weight * share.closing) if share.counts else None
+    held = slot.held()
+    if held is not None:
+        grad = held * share.closing if grad is None else grad + held * share.closing
+    return grad
 
 
 def _add(parts: list[tuple[Tensor, Tensor]], table: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ Judge = Callable[[nn.Module, Any], dict[str, tuple[Any, Any]]]
 def totals(model: nn.Module, feed: Feed, fn: Judge, average: Average | None) -> dict[str, list[float]]:
     """{name: [sum, count]} over this rank's samples, in float64; the model is in eval mode meanwhile."""
     found: dict[str, list[float]] = {}
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), average.swapped() if average else contextlib.nullcontext():
@@ -28,5 +28,6 @@ def totals(model: nn.Module, feed: Feed, fn: Judge, average: Average | None) -> 
                     entry[0] += float(total)
                     entry[1] += float(count)
     finally:
-        model.train(was_training)
+        for module, training in modes:  # each its own: parts of a model may be kept in eval mode on purpose
+            module.training = training
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from echelon.data.loader import Part
@@ -21,6 +22,9 @@ class FirstStep:
         self.watch = selfcheck.LossWatch(self._saw)
         self.seen: list[tuple[selfcheck.Divisor | None, int]] = []
         self.halves_checked = False
+        self.drawn: Tensor | None = None
+        self.draws: Callable[[], None] | None = None
+        """Told when the first step drew random numbers, which are others on each worker."""
         self.is_mean = machine.strategy.loss == "mean"
         if self.is_mean:
             machine.at_first_begin.append(self._begin)
@@ -28,6 +32,7 @@ class FirstStep:
 
     def _begin(self, part: Part) -> None:
         self.watch.begin()
+        self.drawn = torch.get_rng_state()
 
     def _saw(self, loss: Tensor) -> None:
         current = self.machine.current
@@ -38,6 +43,13 @@ class FirstStep:
     def _compare(self, optimizer: Any) -> None:
         """All ranks tell each other the divisor of the first loss and how many samples it was for."""
         self.machine.before_apply.remove(self._compare)
+        if (
+            self.draws is not None
+            and self.drawn is not None
+            and not torch.equal(self.drawn, torch.get_rng_state())
+        ):
+            self.draws()
+        self.drawn = None
         if not self.watch.active:
             return
         self.end()

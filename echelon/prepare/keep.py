@@ -49,17 +49,21 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.homes = [m._buffers for m in model.modules()]
-        self.known: list[Tensor | None] = []
+        self.known: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self.kept = Tensors([])
 
     def keep(self) -> None:
-        live = [b for home in self.homes if home for b in home.values()]
-        if len(live) != len(self.known) or any(a is not b for a, b in zip(live, self.known, strict=True)):
+        live = [(home, name, b) for home in self.homes if home for name, b in home.items() if b is not None]
+        if len(live) != len(self.known) or any(
+            a[2] is not b[2] for a, b in zip(live, self.known, strict=True)
+        ):
             self.known = live
-            self.kept = Tensors([b.detach() for b in live if b is not None])
+            self.kept = Tensors([b.detach() for _, _, b in live])
         self.kept.keep()
 
     def put_back(self) -> None:
+        for home, name, tensor in self.known:
+            home[name] = tensor  # forward may have put another one there
         self.kept.put_back()
 
 
@@ -78,29 +82,39 @@ class Randomness:
             randomness.restore(self.state)
 
 
-class Numbers:
-    """A scheduler with its optimizer's hyper-parameters: plain numbers, so a shallow copy is enough."""
+class Hyper:
+    """An optimizer's hyper-parameters (learning rates, momenta): plain numbers, so a shallow copy is enough."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-        self.state: dict[str, Any] = {}
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
         self.groups: list[dict[str, Any]] = []
 
     def keep(self) -> None:
-        self.state = {k: _plain(v) for k, v in self.scheduler.state_dict().items()}
         self.groups = [
-            {k: _plain(v) for k, v in g.items() if k != "params"}
-            for g in self.scheduler.optimizer.param_groups
+            {k: _plain(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
 
     def put_back(self) -> None:
-        self.scheduler.load_state_dict(copy.deepcopy(self.state))
-        for group, kept in zip(self.scheduler.optimizer.param_groups, self.groups, strict=True):
+        for group, kept in zip(self.optimizer.param_groups, self.groups, strict=False):
             for key, value in kept.items():
                 if isinstance(group[key], Tensor):
                     group[key].copy_(value)
                 else:
                     group[key] = value
+
+
+class Schedule:
+    """A scheduler's own counters."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.state: dict[str, Any] = {}
+
+    def keep(self) -> None:
+        self.state = {k: _plain(v) for k, v in self.scheduler.state_dict().items()}
+
+    def put_back(self) -> None:
+        self.scheduler.load_state_dict(copy.deepcopy(self.state))
 
 
 class Scaling:

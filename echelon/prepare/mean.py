@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from echelon.errors import UsageError
 from echelon.parallel.exchange import Exchange, shown_as
 from echelon.step import Machine
 
@@ -24,6 +25,7 @@ class Normaliser:
     def __init__(self, machine: Machine, exchange: Exchange) -> None:
         self.machine, self.exchange = machine, exchange
         self.counts: list[float] = []
+        self.last_number = -1
 
     def mean(self, total: Tensor, count: Any) -> Tensor:
         share = self.machine.share
@@ -34,6 +36,12 @@ class Normaliser:
         if part is None or (part.micro.last and not self.counts):
             factor = 1.0 / (max(all_count, TINY) * share.weight) if share.counts else 0.0
             return shown_as(total, value, factor)
+        if share.number == self.last_number:
+            raise UsageError(
+                "run.mean was called twice in one micro-step of an accumulation group, and a group has one normaliser",
+                remedy="Put all of the loss into one total, or use accumulate=1 and microbatches=1.",
+            )
+        self.last_number = share.number
         self.counts.append(all_count)
         closing = 1.0
         if part.micro.last:

@@ -23,7 +23,7 @@ class PreparedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, machine: Machine) -> None:
         self.optimizer, self.machine = optimizer, machine
         self.index = len(machine.optimizers)
-        self.stepped = True
+        self.stepped, self.twice, self.applied = True, False, 0
         self.syncs: list[GradSync] = []
         self.lr_factor: Callable[[int], float] | None = None
         """Multiplies the learning rate of step n (batch=per-worker); schedulers never see it."""
@@ -70,6 +70,9 @@ class PreparedOptimizer:
     def keep_pre_image(self) -> None:
         if self._pre_image.state is None:
             self._pre_image.keep()
+
+    def has_pre_image(self) -> bool:
+        return self._pre_image.state is not None
 
     def put_back(self) -> None:
         self._pre_image.put_back()

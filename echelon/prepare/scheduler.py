@@ -8,21 +8,28 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.comm.group import Lost
-from echelon.prepare.keep import Numbers, Scaling
+from echelon.prepare.keep import Scaling, Schedule
 from echelon.prepare.optimizer import prepared_optimizer
 from echelon.step import Machine
 
 
 def prepare_scheduler(scheduler: Any, machine: Machine, mean: Callable[[float], float]) -> None:
-    """`step` advances only if the optimizer really stepped; a plateau's metric is averaged, so all ranks agree."""
-    machine.keepers.append(Numbers(scheduler))
+    """`step` advances only if the optimizer really stepped since the last time; a plateau's metric is averaged.
+
+    Only a step() of the optimizer that was not applied (mid-group, lost, refused by a scaler) holds it back.
+    """
+    machine.keepers.append(Schedule(scheduler))
     inner = scheduler.step
+    seen = 0
     plateau = isinstance(scheduler, ReduceLROnPlateau)
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
         prepared = prepared_optimizer(scheduler.optimizer)
-        if prepared is not None and not prepared.stepped:
-            return None
+        if prepared is not None:
+            if not prepared.stepped and prepared.applied == seen:
+                return None
+            seen = prepared.applied
         if plateau:
             args = (mean(float(args[0] if args else kwargs.pop("metrics"))), *args[1:])
         return inner(*args, **kwargs)
@@ -39,7 +46,10 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
     inner_step, inner_update, inner_unscale = scaler.step, scaler.update, scaler.unscale_
 
     def unscale_(optimizer: Any) -> None:
+        prepared = prepared_optimizer(optimizer)
         if machine.share.last:
+            for sync in prepared.syncs if prepared else []:
+                sync.finish()
             inner_unscale(optimizer)
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -191,17 +191,11 @@ class Drawn(Dataset):
 
 
 def init_fn(worker):
-    torch.utils.data.get_worker_info().dataset.dataset.init = (
-        0.5 if hasattr(torch.utils.data.get_worker_info().dataset, "seed") else 0.0
-    )
+    torch.utils.data.get_worker_info().dataset.init = 0.5
 
 
 @feature
 def worker_init_fn(run):
-    if isinstance(run, Plain):
-        dataset = Drawn()
-        dataset.init = 0.5
-        return fit(run, net(), shuffled(dataset))
     return fit(run, net(), shuffled(Drawn(), num_workers=2, worker_init_fn=init_fn))
 
 

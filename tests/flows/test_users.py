@@ -138,7 +138,7 @@ model, opt, loader = run.prepare(model, opt, DataLoader(Shards(), batch_size=3))
 steps = 0
 for a, b in loader:
     F.cross_entropy(model(a), b).backward(); opt.step(); opt.zero_grad(); steps += 1
-print("steps", steps, "samples", loader._feed.rank_samples, "sum", float(sum(p.sum() for p in model.parameters())))
+print("steps", steps, "samples", run.machine.last_loop, "sum", float(sum(p.sum() for p in model.parameters())))
 """
     )
     result = echelon_run(script, workers=3)

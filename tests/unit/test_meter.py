@@ -48,9 +48,13 @@ def test_a_step_that_is_old_leaves_with_what_it_has_and_a_late_part_is_dropped()
     meter = Meter()
     meter.add(logged(0, 1, loss=1.0), BOTH)
     assert meter.add(logged(0, KEEP_STEPS, loss=2.0), BOTH) == []
-    assert told(meter.add(logged(0, 1 + KEEP_STEPS, loss=3.0), BOTH)) == [(1, {"loss": 1.0})]
+    assert meter.add(logged(0, 1 + KEEP_STEPS, loss=3.0), BOTH) == []
+    assert told(meter.add(logged(1, 1 + KEEP_STEPS, loss=5.0), BOTH)) == [
+        (1, {"loss": 1.0}),
+        (1 + KEEP_STEPS, {"loss": 4.0}),
+    ]
     assert meter.add(logged(1, 1, loss=9.0), BOTH) == []
-    assert told(meter.finish()) == [(KEEP_STEPS, {"loss": 2.0}), (1 + KEEP_STEPS, {"loss": 3.0})]
+    assert told(meter.finish()) == [(KEEP_STEPS, {"loss": 2.0})]
 
 
 def test_when_a_worker_is_gone_the_others_are_not_held_up():

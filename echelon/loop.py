@@ -1,0 +1,74 @@
+"""What the machine of a step sees of a script: its loops, loaders, optimizers, and the counters of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.data.loader import Part
+from echelon.parallel.gradsync import GradSync
+
+
+class Yielding(Protocol):
+    """A loop over a loader, as the machine sees it."""
+
+    part: Part | None
+    rank_samples: int
+
+
+class Rewindable(Protocol):
+    """A loader, as the machine sees it."""
+
+    def mark(self) -> None:
+        """All that was yielded so far is committed."""
+        ...
+
+    def rewind(self) -> int:
+        """Yields again what was not; returns how many parts that is."""
+        ...
+
+
+class Stepping(Protocol):
+    """An optimizer, as the machine sees it."""
+
+    index: int
+    stepped: bool
+    """Its last step() was really applied."""
+    twice: bool
+    """It was seen to step more than once in an iteration: its steps need a pre-image."""
+    applied: int
+    """Steps applied so far."""
+    syncs: list[GradSync]
+    optimizer: torch.optim.Optimizer
+
+    def params(self) -> list[Tensor]: ...
+    def inner_step(self, closure: Callable[[], Any] | None = None) -> Any: ...
+    def keep_pre_image(self) -> None: ...
+    def has_pre_image(self) -> bool: ...
+    def put_back(self) -> None: ...
+    def drop_pre_image(self) -> None: ...
+
+
+@dataclass
+class Times:
+    """Where the time of this rank went, in seconds since the first batch."""
+
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    began: float = 0.0
+    """When the first batch was asked for; 0 before that."""
+
+
+@dataclass
+class Counters:
+    global_step: int = 0
+    samples: int = 0
+    """Samples this rank was given (stand-ins are none)."""
+    epoch: int = 0
+    lost_steps: int = 0
+    times: Times = field(default_factory=Times)

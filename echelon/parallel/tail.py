@@ -1,0 +1,67 @@
+"""The tail of a model's last bucket: what ranks tell each other in every meeting, without a message of its own.
+
+[ranks, number, number², late, used bit of each parameter …]    summed over ranks like the gradients beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.clock import Deadline
+from echelon.comm.group import Group
+from echelon.errors import LoopError
+
+HEAD = 4
+CYCLE = 1000
+"""Micro-steps are numbered modulo this, so that their squares stay exact in float32."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Sums over ranks."""
+
+    ranks: float
+    number: float
+    squares: float
+    late: float
+
+    @property
+    def same_place(self) -> bool:
+        """Every rank was in the same micro-step (equality in Cauchy-Schwarz)."""
+        return abs(self.ranks * self.squares - self.number**2) < 0.5
+
+    @property
+    def some_late(self) -> bool:
+        """Some ranks had a backward in this micro-step and some had none."""
+        return 0.5 < self.late < self.ranks - 0.5
+
+
+def write(tail: Tensor, number: int, late: bool, used: Sequence[float]) -> None:
+    n = float(number % CYCLE)
+    tail.copy_(torch.tensor([1.0, n, n * n, float(late), *used], dtype=tail.dtype))
+
+
+def head(tail: Tensor) -> Head:
+    return Head(*tail[:HEAD].tolist())
+
+
+def used(tail: Tensor) -> list[float]:
+    values: list[float] = tail[HEAD:].tolist()
+    return values
+
+
+def misplaced(group: Group, number: int, deadline: Deadline) -> LoopError:
+    """The error for ranks that met in different micro-steps; all of them ask, so all hear where the others are."""
+    mine = torch.tensor([number], device=group.buffer(0).device)
+    every = torch.zeros(group.size, 1, dtype=torch.int64, device=mine.device)
+    group.all_gather(every, mine).wait(deadline)
+    where = ", ".join(f"worker {rank} in its {n}." for rank, n in enumerate(every[:, 0].tolist()))
+    return LoopError(
+        f"the workers' gradients are of different batches: {where}",
+        remedy="Some worker skipped or repeated an iteration (continue, break, an exception that was caught): "
+        "decide such things together, e.g. with run.reduce.",
+    )
