@@ -28,7 +28,7 @@ class World:
     device: torch.device
     groups: Groups
     gradients: Group
-    """Carries gradients only, so that their order is theirs."""
+    """Carries first weights, and the gradients of the first model; further models have groups of their own."""
     side: Group
     """Carries what scripts and norms exchange during forward and backward."""
 

@@ -146,7 +146,7 @@ def tell_draws(run: Run) -> None:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Dropout layers, and modules that keep a rate of their own (LSTM, attention). F.dropout in a forward is not seen."""
+    """Dropout layers, and modules that keep a rate of their own (LSTM, attention). F.dropout shows in the first step."""
     rate = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
     return isinstance(rate, float) and rate > 0.0
 

@@ -58,6 +58,7 @@ class Run:
         self.machine.after_loss = self._after_loss
         self.machine.warn = self._warn
         self.machine.at_snapshot.append(self._adopt_loose_parameters)
+        self.machine.before_meeting = lambda optimizer: self._adopt_loose_parameters()
         self.exchange = Exchange(self.world.side, self._side_lost)
         self.values = Values(self.machine, self.exchange)
         self.norms = norm.NormSync(self.world.side, lambda: self.machine.share, self._side_lost)
@@ -70,7 +71,7 @@ class Run:
         self._told_uneven = False
         self.strict_watch = models.Ran() if strategy.strict else None
         self.normaliser = Normaliser(self.machine, self.exchange)
-        self.machine.on_lost.append(self.normaliser.forget)
+        self.machine.on_lost += [self.normaliser.forget, self.log_book.forget]
         self.first_step = FirstStep(self.machine, self.exchange, self._warn)
         self.first_step.draws = lambda: facts.tell_draws(self)
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
@@ -283,8 +284,7 @@ class Run:
             self.clip_grad_norm(model, clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        assert isinstance(shown, Tensor)
-        return shown
+        return shown  # type: ignore[no-any-return]
 
     def _only(self, found: list[Any], what: str) -> Any:
         if len(found) == 1:

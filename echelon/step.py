@@ -55,12 +55,15 @@ class Machine:
         self.last_loop = 0
         """Samples this rank had in the loop that ended last."""
         self.side_losses: list[Outcome] = []
+        self.step_before = 0
+        """global_step at the last snapshot: where a lost iteration falls back to."""
         self.begins = 0
         """Micro-steps begun so far, replays included: the same on every rank."""
         self.yielded: dict[int, float] = {}
         """Loop -> its share of the last batch, since the last commit: two that differ cannot share one loss."""
         self.at_snapshot: list[Callable[[], None]] = []
         self.warn: Callable[[str], None] = lambda message: None
+        self.before_meeting: Callable[[Stepping], None] = lambda optimizer: None
         self.in_iteration: set[int] = set()
         """Optimizers that were applied since the last batch was yielded."""
         self.committed = True
@@ -128,6 +131,8 @@ class Machine:
         """The last commit is final: forget how to undo it, remember how to undo what comes."""
         for loader in self.loaders:
             loader.mark()
+        self._settle()
+        self.step_before = self.counters.global_step
         for sync in self.syncs:
             sync.refresh()
         for optimizer in self.optimizers:
@@ -138,6 +143,10 @@ class Machine:
             keeper.keep()
         self.yielded.clear()
         self.committed = False
+
+    def _settle(self) -> None:
+        for sync in self.syncs:
+            sync.settled()
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -155,6 +164,7 @@ class Machine:
             self.seal(optimizer)
             return None
         # meet
+        self.before_meeting(optimizer)
         outcome = self.meet(optimizer)
         if self.iteration_lost:  # another optimizer's step was lost before: the whole iteration runs again
             optimizer.stepped = False
@@ -226,8 +236,8 @@ class Machine:
         if optimizer.index in self.in_iteration:
             self.in_iteration.clear()
         self.in_iteration.add(optimizer.index)
-        for sync in optimizer.syncs:
-            sync.settled()
+        if self.current is None:
+            self._settle()  # no loader says when a step is final
         optimizer.stepped = True
         optimizer.applied += 1
         self.committed = True
@@ -258,7 +268,7 @@ class Machine:
             sync.forget()
         for other in self.optimizers:
             other.put_back()
-        self.counters.global_step = step - 1
+        self.counters.global_step = self.step_before if self.current is not None else step - 1
         batches = sum(loader.rewind() for loader in self.loaders)
         if batches and not self.open_loops:
             self.warn(
@@ -333,6 +343,8 @@ class Machine:
         held = any(sync.banked for sync in self.syncs)
         for sync in self.syncs if held else []:
             sync.forget()
+        for forget in self.on_lost if held else []:
+            forget()
         return held
 
     # -- what others ask -----------------------------------------------------------------------------------------

@@ -209,8 +209,8 @@ class AllReduceSync:
         while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].missing == 0:
             bucket = self.buckets[self.next_bucket]
             if bucket.tail is not None:
-                if not all(s.fired for s in self.active):
-                    return
+                if not all(s.fired for s in self.active) or any(s.param.requires_grad for s in self.spare):
+                    return  # the tail must tell of all of them, of those thawed a moment ago too
                 self._write_tail()
             bucket.work = self.group.all_reduce(bucket.flat)
             self.next_bucket += 1
@@ -312,7 +312,7 @@ class AllReduceSync:
     def _hand_back(self) -> None:
         dense = [s for s in self.active if not s.sparse]
         plain = all(s.fired for s in dense) and self.share.counts
-        if self.tail.device.type == "cpu" or not plain:  # reading it on a GPU would wait for the GPU
+        if self.tail.device.type == "cpu":  # reading it on a GPU would wait for the GPU
             self._look_around()
         if plain:
             for slot in dense:
@@ -361,7 +361,7 @@ class AllReduceSync:
         self.banked = (
             any(s.pending is not None or s.sealed is not None for s in self.slots) if self.banked else False
         )
-        if self.order is not None and not self.group.local:
+        if self.order is not None and self.meetings and not self.group.local:
             self._learn_order()
 
     def lost(self) -> Outcome:

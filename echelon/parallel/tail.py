@@ -16,8 +16,8 @@ from echelon.comm.group import Group
 from echelon.errors import LoopError
 
 HEAD = 4
-CYCLE = 1000
-"""Micro-steps are numbered modulo this, so that their squares stay exact in float32."""
+CYCLE = 250
+"""Micro-steps are numbered modulo this, so that sums of squares over 250 ranks stay exact in float32."""
 
 
 @dataclass(frozen=True)

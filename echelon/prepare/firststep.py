@@ -22,17 +22,17 @@ class FirstStep:
         self.watch = selfcheck.LossWatch(self._saw)
         self.seen: list[tuple[selfcheck.Divisor | None, int]] = []
         self.halves_checked = False
-        self.drawn: Tensor | None = None
+        self.drawn: list[Tensor] = []
         self.draws: Callable[[], None] | None = None
         """Told when the first step drew random numbers, which are others on each worker."""
         self.is_mean = machine.strategy.loss == "mean"
-        if self.is_mean:
-            machine.at_first_begin.append(self._begin)
-            machine.before_apply.append(self._compare)
+        machine.at_first_begin.append(self._begin)
+        machine.before_apply.append(self._compare)
 
     def _begin(self, part: Part) -> None:
-        self.watch.begin()
-        self.drawn = torch.get_rng_state()
+        if self.is_mean:
+            self.watch.begin()
+        self.drawn = _generators()
 
     def _saw(self, loss: Tensor) -> None:
         current = self.machine.current
@@ -43,13 +43,9 @@ class FirstStep:
     def _compare(self, optimizer: Any) -> None:
         """All ranks tell each other the divisor of the first loss and how many samples it was for."""
         self.machine.before_apply.remove(self._compare)
-        if (
-            self.draws is not None
-            and self.drawn is not None
-            and not torch.equal(self.drawn, torch.get_rng_state())
-        ):
+        if self.draws is not None and self.drawn and not all(map(torch.equal, self.drawn, _generators())):
             self.draws()
-        self.drawn = None
+        self.drawn = []
         if not self.watch.active:
             return
         self.end()
@@ -71,3 +67,8 @@ class FirstStep:
         found = selfcheck.halves_agree(loss_fn, output, target)
         if found:
             self.warn(selfcheck.not_a_mean(*found))
+
+
+def _generators() -> list[Tensor]:
+    """Where torch's generators stand, on the CPU and on a GPU that is in use."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]

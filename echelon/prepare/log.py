@@ -47,6 +47,10 @@ class Log:
         if self.own_beat and time.monotonic() - self.flushed_at > FLUSH_S:
             self.flush()
 
+    def forget(self) -> None:
+        """The group that is open is lost or dropped."""
+        self.group = []
+
     def flush(self) -> None:
         self.flushed_at = time.monotonic()
         with self.lock:

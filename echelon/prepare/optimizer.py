@@ -24,6 +24,8 @@ class PreparedOptimizer:
         self.optimizer, self.machine = optimizer, machine
         self.index = len(machine.optimizers)
         self.stepped, self.twice, self.applied = True, False, 0
+        self._applied_before = 0
+        """Steps applied at the last snapshot: a pre-image is of use only if it is of that moment."""
         self.syncs: list[GradSync] = []
         self.lr_factor: Callable[[int], float] | None = None
         """Multiplies the learning rate of step n (batch=per-worker); schedulers never see it."""
@@ -68,7 +70,7 @@ class PreparedOptimizer:
                 group["lr"] = lr
 
     def keep_pre_image(self) -> None:
-        if self._pre_image.state is None:
+        if self._pre_image.state is None and self.applied == self._applied_before:
             self._pre_image.keep()
 
     def has_pre_image(self) -> bool:
@@ -78,6 +80,7 @@ class PreparedOptimizer:
         self._pre_image.put_back()
 
     def drop_pre_image(self) -> None:
+        self._applied_before = self.applied
         self._pre_image.drop()
 
 
