@@ -78,7 +78,7 @@ def case(name: str) -> tuple[nn.Module, TensorDataset, int, int]:
             mlp(),
             TensorDataset(torch.randn(2048, 256, generator=g), torch.randint(0, 100, (2048,), generator=g)),
             32,
-            20,
+            60,
         )
     if name == "resnet18":
         return (

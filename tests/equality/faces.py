@@ -349,6 +349,112 @@ def scaled_gradients_in_a_group(run):
     same({k: v for k, v in mine.items() if k != "scale"}, weights(model))
 
 
+# -- loops as people write them, under a strategy ------------------------------------------------------------------
+
+
+def learns(run, loop, batch_size=5):
+    """`loop(run, model, loader)` under Echelon in batches of 5, and in plain torch in batches of `batch_size`."""
+    mine, plain = net(), net()
+    loop(run, mine, run.prepare(DataLoader(data(), batch_size=5)))
+    loop(Plain(), plain, DataLoader(data(), batch_size=batch_size))
+    same(weights(mine), weights(plain))
+
+
+@check(loss="sum")
+def loss_sum_with_two_backwards(run):
+    def loop(run, model, loader):
+        model, opt = run.prepare(model, sgd(model, 0.01))
+        for x, y in loader:
+            h = torch.tanh(model[0](x))
+            F.cross_entropy(model[2](h), y, reduction="sum").backward(retain_graph=True)
+            (h**2).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    learns(run, loop)
+
+
+@check(clip_norm=0.05)
+def a_closure_with_clip_norm(run):
+    def loop(run, model, loader):
+        model, opt = run.prepare(model, sgd(model))
+        for x, y in loader:
+
+            def evaluate(x=x, y=y):
+                opt.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                if isinstance(run, Plain):
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                return loss
+
+            opt.step(evaluate)
+
+    learns(run, loop)
+
+
+@check(accumulate=2)
+def two_backwards_in_a_group(run):
+    def loop(run, model, loader):
+        model, opt = run.prepare(model, sgd(model))
+        for x, y in loader:
+            h = torch.tanh(model[0](x))
+            F.cross_entropy(model[2](h), y).backward(retain_graph=True)
+            (h**2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    learns(run, loop, batch_size=10)
+
+
+@check(accumulate=2)
+def gradients_by_hand_in_a_group(run):
+    def loop(run, model, loader):
+        model, opt = run.prepare(model, sgd(model))
+        params = list(model.parameters())
+        for x, y in loader:
+            for p, g in zip(params, torch.autograd.grad(F.cross_entropy(model(x), y), params), strict=True):
+                p.grad = g
+            opt.step()
+            opt.zero_grad()
+
+    learns(run, loop, batch_size=10)
+
+
+@check(accumulate=2)
+def two_optimizers_with_replaced_gradients_in_a_group(run):
+    def loop(run, model, loader):
+        matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], 0.1)
+        vectors = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], 0.1)
+        model, matrices, vectors = run.prepare(model, matrices, vectors)
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                if p.grad is not None:  # in mid-group it is None
+                    p.grad = p.grad * 0.5
+            for opt in (matrices, vectors):
+                opt.step()
+            for opt in (matrices, vectors):
+                opt.zero_grad()
+
+    learns(run, loop, batch_size=10)
+
+
+@check(accumulate=2)
+def an_optimizer_over_a_part_in_a_group(run):
+    """Nobody zeroes the first layer's gradients: they grow, and count in the norm."""
+
+    def loop(run, model, loader):
+        model, opt = run.prepare(model, sgd(model[2]))
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+            opt.zero_grad()
+
+    learns(run, loop, batch_size=10)
+
+
 def main():
     import echelon
     from echelon.run import Run

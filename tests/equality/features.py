@@ -703,15 +703,17 @@ def main():
     import echelon
     from echelon.run import Run
     from echelon.strategy import Strategy
+    from tests.equality import features, scripts  # noqa: F401  scripts adds to the imported module, not to this __main__
 
+    every = features.FEATURES
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     first = echelon.init()
-    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else list(FEATURES)
+    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else list(every)
     results = {}
     for name in chosen:
         run = Run(first.place, Strategy(), None, first.emit, world=first.world)
-        results[name] = FEATURES[name](run)
+        results[name] = every[name](run)
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 
