@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import NAMES
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 24
+ROUNDS = 30
 
 TRIVIAL = """
 import sys, time, torch
@@ -74,7 +74,15 @@ def step_times(workers: int = 2) -> dict[str, object]:
             out = Path(folder) / "times.json"
             command = [sys.executable, "-m", "echelon", "run", "--workers", str(workers), "--run-dir", f"{folder}/run",
                        str(ROOT / "benchmarks" / "step_worker.py"), name, str(ROUNDS), str(out), ""]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+            for tries in range(1, 4):  # DDP's sparse path over gloo aborts now and then (docs/log.md)
+                done = subprocess.run(
+                    [*command[:7], f"{folder}/run{tries}", *command[8:]],
+                    capture_output=True,
+                    text=True,
+                    timeout=600,
+                )
+                if out.exists():
+                    break
             if not out.exists():
                 results[name] = {"failed": done.stderr[-300:]}
                 print(f"{name:18} failed: {done.stderr[-200:]}")
@@ -84,6 +92,7 @@ def step_times(workers: int = 2) -> dict[str, object]:
         found = verdict(ratios) | {
             "echelon_ms": 1e3 * statistics.median(times["echelon"]),
             "ddp_ms": 1e3 * statistics.median(times["ddp"]),
+            "tries": tries,
         }
         results[name] = found
         print(f"{name:18} echelon {found['echelon_ms']:8.2f} ms   ddp {found['ddp_ms']:8.2f} ms   ratio {found['median']:.3f} "
@@ -94,6 +103,7 @@ def step_times(workers: int = 2) -> dict[str, object]:
 def launch_times() -> dict[str, object]:
     """From the command to the end of the first step, two workers: `echelon run` against torchrun with DDP."""
     times: dict[str, list[float]] = {"echelon": [], "torchrun": []}
+    failed = {"echelon": 0, "torchrun": 0}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "ours.py").write_text(OURS)
         (Path(folder) / "theirs.py").write_text(THEIRS)
@@ -110,21 +120,21 @@ def launch_times() -> dict[str, object]:
                 "theirs.py",
             ],
         }
-        for round_ in range(20):
+        for round_ in range(22):
+            stamps: dict[str, float | None] = {}
             for name in list(commands) if round_ % 2 else list(reversed(commands)):
                 out = Path(folder) / f"{name}-{round_}"
                 began = time.time()
                 subprocess.run(
-                    [*commands[name], str(out)],
-                    cwd=folder,
-                    env=env,
-                    capture_output=True,
-                    timeout=120,
-                    check=True,
+                    [*commands[name], str(out)], cwd=folder, env=env, capture_output=True, timeout=120
                 )
-                times[name].append(float(out.read_text()) - began)
+                failed[name] += not out.exists()
+                stamps[name] = float(out.read_text()) - began if out.exists() else None
+            if None not in stamps.values():
+                for name, spent in stamps.items():
+                    times[name].append(spent)
     found = verdict([t / e for t, e in zip(times["torchrun"], times["echelon"], strict=True)])
-    found |= {f"{name}_s": statistics.median(values) for name, values in times.items()}
+    found |= {f"{name}_s": statistics.median(values) for name, values in times.items()} | {"failed": failed}
     print(
         f"launch to first step: echelon {found['echelon_s']:.2f} s, torchrun {found['torchrun_s']:.2f} s, ratio {found['median']:.2f}"
     )

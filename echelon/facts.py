@@ -56,6 +56,7 @@ def lines(run: Run, feed: Feed) -> list[str]:
         *_chosen(run),
         _batch(run.strategy, run.world_size, size),
         f"{_compute(run)} · {_learning_rate(run)}",
+        *_wires(run),
     ]
     changes = _changes(run)
     if not changes:
@@ -110,6 +111,16 @@ def _compute(run: Run) -> str:
     device = run.device.type if run.world_size > 1 else str(run.device)
     precision = f" in {run.strategy.precision}" if run.strategy.precision != "fp32" else ""
     return f"computes on {device}{precision}"
+
+
+def _wires(run: Run) -> list[str]:
+    """Sockets that are not ours ask for no token: whoever reads the first lines should know."""
+    backend = run.world.groups.backend
+    return (
+        []
+        if backend == "alone"
+        else [f"gradients over {backend}: its sockets stay on loopback and ask for no token"]
+    )
 
 
 def _learning_rate(run: Run) -> str:

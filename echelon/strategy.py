@@ -76,8 +76,8 @@ class Strategy:
     bucket_mib: float = 25.0
     """Gradients leave when this many MiB are ready: smaller hides more, larger costs less a message."""
 
-    first_bucket_mib: float = 8.0
-    """The first message is smaller, so that communication starts early in the backward pass."""
+    first_bucket_mib: float = 1.0
+    """The first message is small, so that communication starts early; below 8 MiB in all there is one message."""
 
     tensorboard: bool = False
     """Write TensorBoard files into the run folder."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from echelon.comm.group import Group, Work
 
 MIB = 1 << 20
+ONE_MESSAGE_BYTES = 8 * MIB
 ALIGN = 64
 """Bytes: every gradient starts on a cache line."""
 
@@ -71,7 +72,12 @@ class Bucket:
 
 
 def pack(sizes: Sequence[int], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
-    """Consecutive items whose bytes reach the limit, the first limit being smaller. Every item is in one bucket."""
+    """Consecutive items whose bytes reach the limit, the first limit being smaller. Every item is in one bucket.
+
+    Few bytes make one message: what a message costs is then more than starting early would hide.
+    """
+    if sum(sizes) <= min(ONE_MESSAGE_BYTES, bucket_bytes):
+        return [list(range(len(sizes)))] if sizes else []
     buckets: list[list[int]] = [[]]
     held = 0
     for index, size in enumerate(sizes):

@@ -440,21 +440,6 @@ def two_optimizers_with_replaced_gradients_in_a_group(run):
     learns(run, loop, batch_size=10)
 
 
-@check(accumulate=2)
-def an_optimizer_over_a_part_in_a_group(run):
-    """Nobody zeroes the first layer's gradients: they grow, and count in the norm."""
-
-    def loop(run, model, loader):
-        model, opt = run.prepare(model, sgd(model[2]))
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            opt.step()
-            opt.zero_grad()
-
-    learns(run, loop, batch_size=10)
-
-
 def main():
     import echelon
     from echelon.run import Run

@@ -70,6 +70,18 @@ def a_peek_inside_the_loop(run):
 
 
 @feature
+def a_peek_draws_from_an_explicit_generator(run):
+    """Each peek is an epoch of its own to the loader's generator, so the order of later epochs changes."""
+    model, opt, loader = ready(run)
+    peeked = []
+    for _ in range(2):
+        for x, y in loader:
+            peeked.append(next(iter(loader))[0])
+            learn(F.cross_entropy(model(x), y), opt)
+    return {**weights(model), "peeks": torch.tensor(len(peeked))}
+
+
+@feature
 def a_first_look_at_a_batch(run):
     model, opt, loader = ready(run, straight())
     for x, _ in loader:
@@ -80,33 +92,35 @@ def a_first_look_at_a_batch(run):
 
 @feature
 def an_iterator_that_stays_open(run):
-    """An old iterator ends while a loop over the same loader is between two steps."""
+    """An old iterator ends while a loop over the same loader is between forward and backward."""
     model, opt, loader = ready(run, straight())
     held, count = iter(loader), 0
     next(held)
     for _ in range(2):
         for x, y in loader:
-            learn(F.cross_entropy(model(x), y), opt)
+            loss = F.cross_entropy(model(x), y)
             count += 1
             if count == 3:
                 held = None
+            learn(loss, opt)
     return weights(model)
 
 
 @feature
 def evaluate_on_the_training_loader_in_mid_epoch(run):
-    model, opt, loader = ready(run, straight())
-    count, found = 0, {}
-    for i, (x, y) in enumerate(loader):
-        learn(F.cross_entropy(model(x), y), opt)
-        count += 1
-        if i == 1:
-            found = run.evaluate(
-                model,
-                loader,
-                lambda m, b: {"loss": (F.cross_entropy(m(b[0]), b[1], reduction="sum"), len(b[1]))},
-            )
-    return {**weights(model), "count": torch.tensor(count), "loss": torch.tensor(found["loss"])}
+    model, opt, loader = ready(run)
+    losses = []
+
+    def judge(model, batch):
+        x, y = batch
+        return {"loss": (F.cross_entropy(model(x), y, reduction="sum"), len(y))}
+
+    for _ in range(2):
+        for i, (x, y) in enumerate(loader):
+            learn(F.cross_entropy(model(x), y), opt)
+            if i == 1:
+                losses.append(run.evaluate(model, loader, judge)["loss"])
+    return {**weights(model), "losses": torch.tensor(losses, dtype=D)}
 
 
 @feature
@@ -475,6 +489,31 @@ class Recurrent(nn.Module):
 def an_lstm(run):
     torch.manual_seed(0)
     return fit(run, Recurrent().to(D), shuffled(data()))
+
+
+@feature
+def many_small_parameters(run):
+    torch.manual_seed(0)
+    rates = [nn.PReLU(6) for _ in range(200)]
+    return fit(run, nn.Sequential(nn.Linear(6, 6), *rates, nn.Linear(6, 4)).to(D), shuffled(data()), epochs=1)
+
+
+class Counting(nn.Module):
+    """Puts a new tensor in its buffer's place in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.inner(x)
+
+
+@feature
+def a_buffer_that_is_replaced(run):
+    return fit(run, Counting(), shuffled(data()))
 
 
 class Waves(nn.Module):

@@ -124,7 +124,7 @@ FACES = ["clip_norm", "loss_sum", "mean_over_a_group", "a_gan_that_accumulates",
          "per_worker_with_warm_up", "every_sees_committed_steps_only", "reduces", "saves", "tracks_and_prepares",
          "weights_equal_at_start_and_streams_differ", "scaled_gradients", "scaled_gradients_in_a_group",
          "loss_sum_with_two_backwards", "a_closure_with_clip_norm", "two_backwards_in_a_group", "gradients_by_hand_in_a_group",
-         "two_optimizers_with_replaced_gradients_in_a_group", "an_optimizer_over_a_part_in_a_group"]  # fmt: skip
+         "two_optimizers_with_replaced_gradients_in_a_group"]  # fmt: skip
 
 
 @pytest.mark.case("clip_norm")
