@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if options.role == "coordinator":
             coordinate(where, token, options.listen_fd)
             sys.exit(0)
-        mine = member.Member.join(where, token, Deadline.after(JOIN_S))
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    member.set_current(mine)
-    ending = Ending(mine)
+    joining = member.Joining(where, token, Deadline.after(JOIN_S))
+    member.set_current(joining)
+    ending = Ending(joining)
     atexit.register(
         ending.close
     )  # the first registered runs last: after all that the script leaves for its end
@@ -70,22 +70,34 @@ def coordinate(where: env.Place, token: str, listen_fd: int) -> None:
 class Ending:
     """How a worker takes its leave: events first, then its seat, so that what it said counts."""
 
-    def __init__(self, mine: member.Member) -> None:
-        self.mine, self.code, self.step = mine, 0, 0
+    def __init__(self, joining: member.Joining) -> None:
+        self.joining, self.code, self.step = joining, 0, 0
+
+    @property
+    def mine(self) -> member.Member:
+        """Blocks while this process is still joining; raises what kept it from that."""
+        return self.joining.result()
 
     def failed(self, error: BaseException, code: int) -> None:
         """Tells at once: the others must not wait for this one."""
         from echelon import failure
 
-        told = failure.describe(
-            error, rank=self.mine.place.rank, host=self.mine.place.host, step=_step(self.mine)
-        )
-        self.mine.emit(told)
+        where = self.joining.place
+        self.code = code
+        try:
+            mine = self.mine
+        except Exception as apart:  # never joined: there is nobody to tell but the log
+            told = failure.describe(error, rank=where.rank, host=where.host, step=0)
+            plain = isinstance(apart, EchelonError) and apart is error
+            _complain(f"echelon: {apart}" if plain else told.traceback)
+            return
+        told = failure.describe(error, rank=where.rank, host=where.host, step=_step(mine))
+        mine.emit(told)
         if not isinstance(error, SystemExit):
             _complain(told.traceback)
         elif not isinstance(error.code, int):
             _complain(str(error.code))
-        self.code, self.step = code, told.step
+        self.step = told.step
         self._leave()
 
     def done(self) -> None:
@@ -95,10 +107,14 @@ class Ending:
             self.mine.emit(self.mine.report())
 
     def close(self) -> None:
+        try:
+            mine = self.mine
+        except Exception:
+            return
         if self.code == 0:
-            self.mine.emit(Left(rank=self.mine.place.rank, step=self.step))
+            mine.emit(Left(rank=mine.place.rank, step=self.step))
             self._leave()
-        self.mine.close()
+        mine.close()
 
     def _leave(self) -> None:
         """Gives up this rank's seat; if that fails, the supervisor notices the end anyway."""

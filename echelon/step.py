@@ -340,7 +340,7 @@ class Machine:
 
     def drop_group(self) -> bool:
         """The script left a loop in mid-group: what the group holds is of no use. Says whether there was anything."""
-        held = any(sync.banked for sync in self.syncs)
+        held = any(sync.holding() for sync in self.syncs)
         for sync in self.syncs if held else []:
             sync.forget()
         for forget in self.on_lost if held else []:

@@ -19,7 +19,7 @@ from echelon.control import forks
 from echelon.control.beat import complete
 from echelon.control.rpc import Client, Identity
 from echelon.env import Place
-from echelon.errors import EchelonError, UsageError
+from echelon.errors import EchelonError, UsageError, WorldError
 from echelon.events import Beat, Event
 
 BEAT_S = 0.5
@@ -123,14 +123,14 @@ class Member:
             self._thread.join(deadline.left_s + 0.2)
         self._beats.close()
         self._calls.close()
-        if current() is self:
+        if _current is self:
             set_current(None)
 
     def after_fork(self) -> None:
         self._wake = threading.Condition()
         self._queue.clear()
         self.report = None
-        if current() is self:
+        if _current is self:
             set_current(None)
 
     def _beat(self) -> None:
@@ -193,15 +193,50 @@ class Member:
         return True
 
 
-_current: Member | None = None
+class Joining:
+    """A membership under way: the script may start (and import torch) while the coordinator answers."""
+
+    def __init__(self, place: Place, token: str, deadline: Deadline) -> None:
+        self.place = place
+        self._member: Member | None = None
+        self._error: BaseException | None = None
+        self._deadline = deadline
+        self._thread = threading.Thread(target=self._join, args=(token,), name="echelon-join", daemon=True)
+        forks.register(self)
+        self._thread.start()
+
+    def after_fork(self) -> None:
+        if _current is self:
+            set_current(None)
+
+    def _join(self, token: str) -> None:
+        try:
+            self._member = Member.join(self.place, token, self._deadline)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Member:
+        """The member; blocks until it has joined, raises what kept it from joining."""
+        self._thread.join(self._deadline.left_s + 1.0)
+        if self._error is not None:
+            raise self._error
+        if self._member is None:
+            raise WorldError("the coordinator did not answer in time")
+        return self._member
 
 
-def set_current(member: Member | None) -> None:
+_current: Member | Joining | None = None
+
+
+def set_current(member: Member | Joining | None) -> None:
     """Makes `member` the one that current() finds: role.py does this before the script runs."""
     global _current
     _current = member
 
 
 def current() -> Member | None:
-    """This process's member, or None: alone, or in a forked child."""
+    """This process's member, or None: alone, or in a forked child. Waits for one that is still joining."""
+    global _current
+    if isinstance(_current, Joining):
+        _current = _current.result()
     return _current

@@ -357,10 +357,11 @@ class AllReduceSync:
         outcomes, self.outcomes = self.outcomes, []
         return merge(outcomes)
 
+    def holding(self) -> bool:
+        return self.banked and any(s.pending is not None or s.sealed is not None for s in self.slots)
+
     def settled(self) -> None:
-        self.banked = (
-            any(s.pending is not None or s.sealed is not None for s in self.slots) if self.banked else False
-        )
+        self.banked = self.holding()
         if self.order is not None and self.meetings and not self.group.local:
             self._learn_order()
 

@@ -47,9 +47,6 @@ class GradSync(Protocol):
     wait_s: float
     """Seconds spent waiting for peers so far."""
 
-    banked: bool
-    """Something of earlier micro-steps of the group lies here."""
-
     activity: int
     """Grows with every gradient that arrives."""
 
@@ -75,6 +72,10 @@ class GradSync(Protocol):
 
     def withdraw(self, params: Iterable[Tensor]) -> None:
         """zero_grad: drops what was not sealed."""
+        ...
+
+    def holding(self) -> bool:
+        """Does something of earlier micro-steps of the group lie here?"""
         ...
 
     def commit(self, step: int) -> Outcome:

@@ -85,8 +85,7 @@ class Loop:
     def _end(self, whole: bool) -> None:
         machine = self.feed.machine
         trained = machine.activity() != self._activity_before
-        in_group = self.part is not None and not self.part.micro.last
-        if trained and not whole and in_group and machine.drop_group():
+        if trained and not whole and machine.drop_group():
             self.uncommitted = []
             text = "the loop was left in the middle of an accumulation group: what the group held is dropped"
             machine.emit(Warned(rank=machine.rank, message=text))

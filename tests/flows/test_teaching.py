@@ -114,23 +114,26 @@ for a, b in loader:
     assert echelon_run(script).code == 0, "without a group there is nothing to refuse"
 
 
-def test_leaving_a_loop_in_mid_group_warns(echelon_run):
+@pytest.mark.parametrize(("last", "in_group"), [(2, True), (1, False)])
+def test_leaving_a_loop_in_mid_group_warns(echelon_run, last, in_group):
     script = (
         HEAD
-        + """
+        + f"""
 model, opt, loader = run.prepare(model, opt, DataLoader(TensorDataset(x, y), batch_size=4))
 for epoch in range(2):
     for i, (a, b) in enumerate(loader):
-        if i == {batches}:
-            break
         F.cross_entropy(model(a), b).backward(); opt.step(); opt.zero_grad()
+        if i == {last}:
+            break
+print("steps", run.global_step)
 """
     )
-    left = echelon_run(script.format(batches=3), options=("--set", "accumulate=2"))
-    assert left.code == 0, left.err
-    said = [w for w in warnings(left) if "left in the middle of an accumulation group" in w]
-    assert said
-    assert "what the group held is dropped" in said[0]
+    result = echelon_run(script, options=("--set", "accumulate=2"))
+    assert result.code == 0, result.err
+    assert "steps 2" in result.log(0)
+    said = [w for w in warnings(result) if "left in the middle of an accumulation group" in w]
+    assert bool(said) == in_group
+    assert all("what the group held is dropped" in w for w in said)
 
 
 @pytest.mark.parametrize(("inputs", "told"), [("F.dropout(a, 0.5)", True), ("a", False)])
