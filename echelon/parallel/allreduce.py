@@ -336,7 +336,7 @@ class AllReduceSync:
         return any(i in params for i in self.by_param)
 
     def unused(self) -> list[str]:
-        return [s.name for s in self.active if s.param.grad is None and s.param.requires_grad]
+        return [s.name for s in self.slots if s.param.requires_grad and s.param.grad is None]
 
     def _mine(self, params: Iterable[Tensor]) -> list[Slot]:
         return [self.by_param[id(p)] for p in params if id(p) in self.by_param]
