@@ -93,11 +93,13 @@ def _gone(roster: Callable[[], dict[int, dict[str, object]]], me: int) -> tuple[
     deadline, pause = Deadline.after(BLAME_LIMIT_S), threading.Event()
     while True:
         try:
-            gone = tuple(
-                r for r, seat in roster().items() if r != me and seat["state"] in ("dead", "failed", "left")
-            )
+            states = {r: seat["state"] for r, seat in roster().items() if r != me}
         except Exception:  # the coordinator may be gone as well: then nobody can be named
-            gone = ()
+            states = {}
+        fallen = tuple(r for r, state in states.items() if state in ("dead", "failed"))
+        gone = fallen or tuple(
+            r for r, state in states.items() if state == "left"
+        )  # who left may only have followed
         if gone or deadline.passed:
             return gone
         pause.wait(0.1)
