@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-LATER = {"servers": "parameter servers", "hosts": "runs on several hosts", "listen": "runs on several hosts",
-         "resume": "resuming from checkpoints", "grace_s": "checkpoints at preemption"}  # fmt: skip
+LATER = {"servers": "parameter servers", "hosts": "runs on several hosts", "listen": "runs on several hosts"}
 """Options that the contract has and this version does not: they get a clear answer, and no place in the help."""
 
 
@@ -83,7 +82,20 @@ def main() -> None:
     """
 
 
-@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+class RunCommand(click.Command):
+    """--resume takes a run or nothing, and the script follows: told apart before click looks."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--resume" in args:
+            from echelon.launch import again
+
+            args = again.spelled(args)
+        return super().parse_args(ctx, args)
+
+
+@main.command(
+    cls=RunCommand, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False}
+)
 @click.option("--workers", type=int, metavar="N", callback=_at_least_one,
               help="Worker processes.  [default: the number of GPUs, or 1]")  # fmt: skip
 @click.option("--strategy", "strategy_text", default="", metavar="S",
@@ -99,13 +111,17 @@ def main() -> None:
 @click.option("--servers", hidden=True, callback=_refuse)
 @click.option("--hosts", hidden=True, callback=_refuse)
 @click.option("--listen", hidden=True, callback=_refuse)
-@click.option("--resume", hidden=True, is_flag=False, flag_value="", default=None, callback=_refuse)
-@click.option("--grace-s", hidden=True, callback=_refuse)
+@click.option("--resume", is_flag=False, flag_value="", default=None, metavar="[RUN]",
+              help="Go on from the last complete checkpoint of RUN (a name, a folder or a URL; default: of --name, else "
+                   "of the newest run of SCRIPT).")  # fmt: skip
+@click.option("--grace-s", type=click.FloatRange(min=0.0), default=30.0, show_default=True, metavar="S",
+              help="Seconds that SIGTERM leaves for a last checkpoint.")  # fmt: skip
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def run(
     workers: int | None, strategy_text: str, settings: tuple[str, ...], config: Path | None, name: str | None,
-    run_dir: Path | None, module: bool, script: str, args: tuple[str, ...], **later: Any,
+    run_dir: Path | None, module: bool, resume: str | None, grace_s: float, script: str, args: tuple[str, ...],
+    **later: Any,
 ) -> None:  # fmt: skip
     """Train SCRIPT on several worker processes of this machine.
 
@@ -127,21 +143,28 @@ def run(
       clip_norm=X          clip gradients to norm X
       seed=N               weights, data order and sample randomness
       tensorboard=true     write TensorBoard files
+      checkpoint_every=N   save everything each N steps, in the background
+      checkpoint_dir=URL   where to (default: the run's own folder)
 
     Every line of the workers is shown with its host and rank, and kept in
     DIR/logs. When a worker fails, all end, and the last lines on the screen are
     the first failure's own traceback.
 
+    SIGTERM to any process of the run stops all of them at one step, with a
+    checkpoint, and exit code 75; --resume goes on from there, with any number of
+    workers. A second signal ends everything at once.
+
     \b
     Exit codes: 0, the first failing worker's own, 128+n for signal n,
-      2 usage, 69 the workers did not find each other, 130 Ctrl-C.
+      2 usage, 69 the workers did not find each other, 75 stopped with a complete
+      checkpoint, 130 Ctrl-C.
     """
     from echelon.launch import local, start
 
     job = local.Job(script, args, module, workers if workers is not None else local.count_gpus() or 1)
     start.check_script(job)
     chosen, set_by_user = start.choose_strategy(strategy_text, settings, config)
-    sys.exit(start.run(job, chosen, set_by_user, name=name, run_dir=run_dir))
+    sys.exit(start.run(job, chosen, set_by_user, name=name, run_dir=run_dir, resume=resume, grace_s=grace_s))
 
 
 @main.command()

@@ -148,6 +148,23 @@ class EpochDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """A run goes on from a checkpoint that `saved_by` workers wrote."""
+
+    step: int
+    path: str
+    saved_by: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAsked(Event):
+    """Somebody asked for the run's end: it stops at the next step, with a checkpoint."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseChanged(Event):
     """A named rank-0 phase: begun, at `share` of its way, or over."""
 

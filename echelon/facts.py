@@ -167,7 +167,7 @@ def refuse_unused(run: Run, optimizer: Any) -> None:
     unused = [name for sync in optimizer.syncs for name in sync.unused()]
     if not unused:
         return
-    ran = run.strict_watch.ran if run.strict_watch else set()
+    ran = run.prepared.strict_watch.ran if run.prepared.strict_watch else set()
     outside = [n for n in unused if n not in ran]
     inside = [n for n in unused if n in ran]
     said = f"strict: {len(unused)} parameters got no gradient in this step on rank {run.rank}"

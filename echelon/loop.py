@@ -31,6 +31,11 @@ class Rewindable(Protocol):
         """Yields again what was not; returns how many parts that is."""
         ...
 
+    @property
+    def owing(self) -> bool:
+        """Parts that were lost after their loop had ended are still to come."""
+        ...
+
 
 class Stepping(Protocol):
     """An optimizer, as the machine sees it."""

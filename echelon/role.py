@@ -23,11 +23,13 @@ from typing import NoReturn
 from echelon import env
 from echelon.clock import Deadline
 from echelon.control import member
+from echelon.control.terminated import Terminated
 from echelon.errors import EchelonError, UsageError
 from echelon.events import Left
 
 JOIN_S = 60.0
 LEAVE_S = 2.0
+PREEMPTED = 75
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -52,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     joining = member.Joining(where, token, Deadline.after(JOIN_S))
     member.set_current(joining)
     ending = Ending(joining)
+    Terminated(ending.ask_stop)
     atexit.register(
         ending.close
     )  # the first registered runs last: after all that the script leaves for its end
@@ -78,6 +81,18 @@ class Ending:
         """Blocks while this process is still joining; raises what kept it from that."""
         return self.joining.result()
 
+    def ask_stop(self) -> None:
+        """This process got SIGTERM: the run is to stop."""
+        where = self.joining.place
+        with contextlib.suppress(EchelonError):
+            reason = f"SIGTERM to worker {where.rank} on {where.host} (pid {os.getpid()})"
+            self.mine.call("stop", Deadline.after(LEAVE_S), reason=reason)
+
+    def preempted(self) -> None:
+        """The script was stopped in good order: no failure, and no success either."""
+        self.done()
+        self.code = PREEMPTED
+
     def failed(self, error: BaseException, code: int) -> None:
         """Tells at once: the others must not wait for this one."""
         from echelon import failure
@@ -102,6 +117,8 @@ class Ending:
 
     def done(self) -> None:
         """The script came to its end; threads and atexit handlers of its own may still speak."""
+        if self.mine.at_end is not None and self.code == 0:
+            self.mine.at_end()
         self.step = _step(self.mine)
         if self.mine.report is not None:
             self.mine.emit(self.mine.report())
@@ -111,7 +128,7 @@ class Ending:
             mine = self.mine
         except Exception:
             return
-        if self.code == 0:
+        if self.code in (0, PREEMPTED):
             mine.emit(Left(rank=mine.place.rank, step=self.step))
             self._leave()
         mine.close()
@@ -121,7 +138,10 @@ class Ending:
         deadline = Deadline.after(LEAVE_S)
         self.mine.flush(deadline)
         with contextlib.suppress(EchelonError):
-            self.mine.call("leave", deadline, step=self.step, code=self.code)
+            code = (
+                0 if self.code == PREEMPTED else self.code
+            )  # those who left in good order left nobody waiting
+            self.mine.call("leave", deadline, step=self.step, code=code)
 
 
 def work(script: Sequence[str], ending: Ending) -> NoReturn:
@@ -132,6 +152,10 @@ def work(script: Sequence[str], ending: Ending) -> NoReturn:
         try:
             _run(list(script))
         except SystemExit as leaving:
+            if type(leaving).__name__ == "Preempted" and leaving.code == PREEMPTED:
+                ending.preempted()
+                _flush()
+                sys.exit(PREEMPTED)
             if exit_code(leaving) != 0:
                 raise
         ending.done()

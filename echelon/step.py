@@ -70,6 +70,14 @@ class Machine:
         """Something was applied since the last snapshot (true at first: the start is a commit)."""
         self.iteration_lost = False
         self.mixed = False
+        self.activity_before = 0
+        """The activity at the last snapshot."""
+        self.following: Callable[[], bool] = lambda: False
+        """The script is on its way back to where a run was left: what it does was done already."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before weights or optimizer state change: a checkpoint may still be reading them."""
+        self.at_commit: list[Callable[[Yielding], None]] = []
+        """Called when the last step is final: by the loop whose next part is about to be yielded, or that is over."""
         self.after_loss: Callable[[Lost, int], None] = lambda lost, step: None
         """The failure policy: raises when a replay in this group makes no sense."""
 
@@ -84,7 +92,7 @@ class Machine:
         if self.iteration_lost:
             self._put_back()
         elif self.committed:
-            self._snapshot()
+            self._snapshot(loop)
         self.iteration_lost = False
         self.in_iteration.clear()
         if loop in self.open_loops:
@@ -121,13 +129,18 @@ class Machine:
             for other in self.loaders:
                 other.mark()
         self.yielded.pop(id(loop), None)
-        if self.current is not loop:
-            return
-        self.current = self.open_loops[-1] if self.open_loops else None
-        part = self.current.part if self.current else None
-        self.set_share(self.share_of(part) if part else self.alone)
+        if self.current is loop:
+            self.current = self.open_loops[-1] if self.open_loops else None
+            part = self.current.part if self.current else None
+            self.set_share(self.share_of(part) if part else self.alone)
 
-    def _snapshot(self) -> None:
+    def over(self, loop: Yielding) -> None:
+        """The last thing a loop does."""
+        if self.clean:
+            for fn in self.at_commit:
+                fn(loop)
+
+    def _snapshot(self, loop: Yielding) -> None:
         """The last commit is final: forget how to undo it, remember how to undo what comes."""
         for loader in self.loaders:
             loader.mark()
@@ -142,7 +155,18 @@ class Machine:
         for keeper in self.keepers:
             keeper.keep()
         self.yielded.clear()
+        if self.clean:
+            for commit in self.at_commit:
+                commit(loop)
         self.committed = False
+        self.activity_before = self.activity()
+
+    @property
+    def clean(self) -> bool:
+        """Nothing is under way that a checkpoint would lose: no gradient since the last commit, no batch to yield again."""
+        if self.iteration_lost or self.following() or any(loader.owing for loader in self.loaders):
+            return False
+        return self.committed or self.activity() == self.activity_before
 
     def _settle(self) -> None:
         for sync in self.syncs:
@@ -157,6 +181,8 @@ class Machine:
         2. meet: finish what backward left open; ask every model's meeting how it went
         3. apply: the optimizer, only if all met; otherwise everything since the last commit is undone and replayed
         """
+        if self.following():
+            return self._pass_by(optimizer, closure)
         if closure is not None:
             return self._step_closure(optimizer, closure)
         # mid-group
@@ -174,6 +200,19 @@ class Machine:
             return None
         # apply
         return self._apply(optimizer, None)
+
+    def _pass_by(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
+        """On the way back: this step was applied in an earlier life. It meets, since every rank is here, and no more."""
+        with torch.enable_grad():
+            result = closure() if closure is not None else None
+        if not self.share.last:
+            self.seal(optimizer)
+            return result
+        for sync in optimizer.syncs:
+            sync.finish()
+            sync.commit(0)
+        self.in_iteration.add(optimizer.index)
+        return result
 
     def seal(self, optimizer: Stepping) -> None:
         """The script stepped in mid-group: its gradients so far stay, whatever zero_grad does."""
@@ -210,6 +249,7 @@ class Machine:
             optimizer.twice = True
         if len(self.optimizers) > 1 or optimizer.twice:
             optimizer.keep_pre_image()
+        self.before_change()
         result = optimizer.inner_step(closure)
         self._count(optimizer)
         for update in self.after_apply:
@@ -322,6 +362,7 @@ class Machine:
             return self.global_loss(loss)
 
         optimizer.keep_pre_image()
+        self.before_change()
         try:
             result = optimizer.inner_step(evaluate)
         except _LostInClosure as lost:

@@ -127,6 +127,9 @@ class Strategy:
     keep: int = 2
     """Complete checkpoints kept."""
 
+    checkpoint_dir: str = ""
+    """Folder or URL (s3://…) under which each run's checkpoints lie; by default the run's own folder."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name))
@@ -136,6 +139,11 @@ class Strategy:
             0.0 <= self.ema < 1.0,
             f"ema={self.ema} must lie in [0, 1)",
             "0.999 averages over about 1000 steps.",
+        )
+        _need(
+            self.checkpoint_every >= 0,
+            f"checkpoint_every={self.checkpoint_every} must not be negative",
+            "0 saves only where the script says run.checkpoint().",
         )
         _need(self.clip_norm >= 0, f"clip_norm={self.clip_norm} must not be negative")
         _need(self.bucket_mib > 0 and self.first_bucket_mib > 0, "a bucket must hold something")
@@ -240,7 +248,7 @@ def require_built(strategy: Strategy) -> None:
         missing.append("the axes tensor and pipeline")
     later = (
         "data", "compress", "update", "staleness", "backup", "local_steps", "apply", "replicas", "level", "schedule",
-        "slices", "parts", "spares", "checkpoint_every", "keep",
+        "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
     missing += [f"backend={strategy.backend}"] if strategy.backend in ("native", "threads") else []

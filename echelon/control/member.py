@@ -44,6 +44,8 @@ class Member:
         self.identity = Identity(place.run, place.role, place.rank, place.incarnation)
         self.description: dict[str, Any] = {}
         self.report: Callable[[], Beat] | None = None
+        self.at_end: Callable[[], None] | None = None
+        """Called when the script has come to its end: may raise what is wrong with that."""
         self.term = 0
         self.stop_requested = False
         self.lost_events = 0

@@ -36,6 +36,8 @@ class Micro:
     """The group ends here: gradients meet and the optimizer steps."""
     bounds: tuple[int, ...] | None = None
     """With batch=per-worker: where each worker's own batch ends in `ids`."""
+    batches: int = 1
+    """Batches of the script's loader that make this global batch: several with batch=per-worker."""
 
     def dealt(self, rank: int, size: int) -> tuple[int, int]:
         """The positions in `ids` that `rank` takes; empty when there is nothing left for it."""
@@ -58,17 +60,39 @@ class Cut:
     per_worker: bool = False
 
 
-def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[Micro]:
-    """The micro-steps of an epoch, in order. The last group may be incomplete and still ends with last=True."""
+@dataclass(frozen=True)
+class Position:
+    """A place in an epoch, in terms that do not depend on the number of workers."""
+
+    start: int = 0
+    """Batches of the script's loader that were dealt in whole groups."""
+    into: int = 0
+    """Micro-steps of the next group that were dealt too."""
+
+    def after(self, micro: Micro, group: int) -> Position:
+        """The place behind `micro`; `group` are the loader's batches of its group so far, its own included."""
+        return Position(self.start + group) if micro.last else Position(self.start, self.into + 1)
+
+
+def micros(
+    batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, position: Position = Position()
+) -> Iterator[Micro]:
+    """The micro-steps of an epoch from `position` on, in order. The last group may be incomplete and still ends with
+    last=True."""
+    rest = islice(iter(batches), position.start, None)
+    yield from islice(_micros(rest, epoch, cut, position.start), position.into, None)
+
+
+def _micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, start: int) -> Iterator[Micro]:
     if (
         cut.accumulate == cut.microbatches == 1 and not cut.per_worker
     ):  # most runs; the rest below says the same
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches, start):
             yield Micro(epoch, number, 0, batch, len(batch), True)
         return
     step_batches = cut.size if cut.per_worker else 1
     stream = iter(batches)
-    number = 0
+    number = -(-start // step_batches)
     while True:
         group = [list(islice(stream, step_batches)) for _ in range(cut.accumulate)]
         group = [batch for batch in group if batch]
@@ -76,11 +100,11 @@ def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[M
             return
         total = sum(len(piece) for batch in group for piece in batch)
         slices = [
-            (number + i, j, pieces)
+            (number + i, j, len(batch), pieces)
             for i, batch in enumerate(group)
             for j, pieces in enumerate(_slices(batch, cut))
         ]
-        for at, (batch_number, slice_number, pieces) in enumerate(slices):
+        for at, (batch_number, slice_number, num_batches, pieces) in enumerate(slices):
             yield Micro(
                 epoch=epoch,
                 batch=batch_number,
@@ -89,6 +113,7 @@ def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[M
                 total=total,
                 last=at == len(slices) - 1,
                 bounds=_ends(pieces) if cut.per_worker else None,
+                batches=num_batches,
             )
         number += len(group)
 

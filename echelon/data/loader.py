@@ -23,9 +23,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from echelon.control.terminated import spare_this_process
 from echelon.data import order
-from echelon.data.deal import Cut, Micro, micros
+from echelon.data.deal import Cut, Micro, Position, micros
 from echelon.data.randomness import capture, mix, restore, seed_cpu
+from echelon.env import place
 
 END = "<end of epoch>"
 
@@ -144,12 +146,18 @@ class Collate:
 
 
 class WorkerInit:
-    """In a loader process: get_worker_info().dataset is the script's own dataset, then the script's worker_init_fn."""
+    """In a loader process: get_worker_info().dataset is the script's own dataset, then the script's worker_init_fn.
+
+    Under a launcher, SIGTERM is the run's business and not this process's.
+    """
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
         self.init = init
+        self.spared = place().supervised
 
     def __call__(self, worker: int) -> None:
+        if self.spared:
+            spare_this_process()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Seeded):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses a plain assignment
@@ -157,16 +165,27 @@ class WorkerInit:
             self.init(worker)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an epoch goes on after a checkpoint. `source` is what the source of the parts itself must be put back to."""
+
+    position: Position = Position()
+    source: Any = None
+
+
 class MapParts:
     """The parts of a map-style loader. One epoch is open at a time."""
 
     copies = False
+    rereads = False
 
     def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int) -> None:
         order.refuse_cut_sampler(loader)
         self.user, self.cut, self.seed = loader, cut, seed
         self.dealer = Dealer(cut)
         self.drop = 0
+        self.drawn_from: list[torch.Tensor] = []
+        """States of the script's own generators when the epoch began."""
         self.inner: DataLoader[Any] = DataLoader(
             Seeded(loader.dataset, seed, loader.collate_fn),
             batch_sampler=self.dealer,  # type: ignore[arg-type]
@@ -181,9 +200,13 @@ class MapParts:
             persistent_workers=loader.persistent_workers,
         )
 
-    def epoch(self, epoch: int, again: Sequence[Part] = ()) -> Iterator[Part]:
-        """This rank's parts of one epoch, after those of `again`."""
-        plan = micros(order.batches(self.user, self.seed, epoch), epoch, self.cut)
+    def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = Place()) -> Iterator[Part]:
+        """This rank's parts of one epoch from `place` on, after those of `again`."""
+        generators = order.generators(self.user)
+        for generator, state in zip(generators, place.source or (), strict=False):
+            generator.set_state(state)
+        self.drawn_from = [generator.get_state() for generator in generators]
+        plan = micros(order.batches(self.user, self.seed, epoch), epoch, self.cut, place.position)
         self.dealer.start(plan, [part.micro for part in again])
         self.drop = 0
         inner = iter(self.inner)
@@ -201,6 +224,10 @@ class MapParts:
     def rewind(self, again: Sequence[Part]) -> None:
         """Yields these parts' micro-steps again, before anything else."""
         self.drop = self.dealer.rewind([part.micro for part in again])
+
+    def source(self, position: Position) -> Any:
+        """What a Place needs to come back to `position` of the epoch that is open."""
+        return list(self.drawn_from)
 
     @staticmethod
     def kept(part: Part) -> Part:

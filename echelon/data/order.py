@@ -53,6 +53,29 @@ def batches(loader: DataLoader[Any], seed: int, epoch: int) -> Iterator[list[Any
             return
 
 
+def generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that the script gave: their states are part of where the data is."""
+    sampler = loader.batch_sampler
+    found = [
+        loader.generator,
+        getattr(sampler, "generator", None),
+        getattr(getattr(sampler, "sampler", None), "generator", None),
+    ]
+    unique = {id(g): g for g in found if isinstance(g, torch.Generator)}
+    return list(unique.values())
+
+
+def pass_over(loader: DataLoader[Any], seed: int, epochs: range) -> None:
+    """Runs a script's own sampler through epochs that were done in an earlier life: it may count them itself.
+
+    Torch's samplers know no more than their generators, which are put back without that.
+    """
+    if loader.batch_sampler is not None and not _is_torchs(loader):
+        for epoch in epochs:
+            for _ in batches(loader, seed, epoch):
+                pass
+
+
 def _is_torchs(loader: DataLoader[Any]) -> bool:
     sampler = loader.batch_sampler
     return type(sampler) is BatchSampler and type(sampler.sampler) in _KNOWN

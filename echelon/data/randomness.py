@@ -116,6 +116,40 @@ def restore(state: RandomState) -> None:
         torch.cuda.set_rng_state_all(list(state.cuda))
 
 
+def packed(state: RandomState) -> dict[str, Any]:
+    """A state as plain data: numbers, lists and tensors."""
+    version, words, gauss = state.python
+    name, keys, pos, has_gauss, cached = state.numpy
+    return {
+        "torch": state.torch,
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [
+            name,
+            torch.from_numpy(np.asarray(keys, dtype=np.uint32).astype(np.int64)),
+            pos,
+            has_gauss,
+            cached,
+        ],
+        "cuda": list(state.cuda),
+    }
+
+
+def unpacked(record: dict[str, Any]) -> RandomState:
+    version, words, gauss = record["python"]
+    name, keys, pos, has_gauss, cached = record["numpy"]
+    return RandomState(
+        record["torch"],
+        (version, tuple(words.tolist()), gauss),
+        (name, keys.numpy().astype(np.uint32), pos, has_gauss, cached),
+        tuple(record["cuda"]),
+    )
+
+
+def without_cuda(state: RandomState) -> RandomState:
+    """For a machine that has other devices."""
+    return RandomState(state.torch, state.python, state.numpy)
+
+
 def seed_cpu(number: int) -> None:
     """Seeds the three CPU generators; 20 times cheaper than torch.manual_seed, which goes to every device."""
     torch.default_generator.manual_seed(number)
@@ -139,6 +173,17 @@ class Stream:
     def __init__(self, number: int) -> None:
         self._number: int | None = number
         self._state: RandomState | None = None
+
+    @classmethod
+    def at(cls, state: Any) -> Stream:
+        """A stream that goes on where state() was taken."""
+        stream = cls(0)
+        stream._state = unpacked(state)
+        return stream
+
+    def state(self) -> Any:
+        """Where it stands, as plain data; None before its first use."""
+        return None if self._state is None else packed(self._state)
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -7,10 +7,12 @@ Parts since the last commit are kept as copies, so a lost step needs no second r
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost
 from echelon.data import tree
-from echelon.data.deal import Cut, Micro, part
-from echelon.data.loader import Part
+from echelon.data.deal import Cut, Micro, Position, part
+from echelon.data.loader import Part, Place, WorkerInit
 from echelon.data.randomness import Stream, mix
 from echelon.errors import PeerLost, UsageError
 
@@ -28,6 +30,14 @@ Pieces = list[tuple[int, int, Any]]
 """(samples of the slice, samples of mine, my data) for each slice of a batch."""
 
 SHARD_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the world reads at a time: this rank's pieces, and how many batches of the script's loader it is made of."""
+
+    slices: Pieces
+    batches: int = 1
 
 
 @dataclass
@@ -82,6 +92,9 @@ class StreamParts:
 
     def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int, group: Group) -> None:
         self.user, self.cut, self.seed, self.group = loader, cut, seed, group
+        self.states: dict[int, Any] = {}
+        """Behind how many batches -> (the dataset's own state there, the stream's randomness); the last two groups'."""
+        self.num_skipped = 0
         self.again: deque[Part] = deque()
         dataset: Any = loader.dataset
         self.sharded = isinstance(dataset, IterableDataset) and _declares_shards(dataset)
@@ -91,6 +104,7 @@ class StreamParts:
             lo, hi = (0, batch_size or 1) if cut.per_worker else part(batch_size or 1, cut.rank, cut.size)
             batch_size = None if batch_size is None else max(1, hi - lo)
             rank_cut = replace(cut, rank=0, size=1)
+        self.dataset = dataset
         self.generator = torch.Generator()
         ready_made = loader.batch_size is None
         options: dict[str, Any] = {} if isinstance(dataset, IterableDataset) else {"sampler": loader.sampler}
@@ -105,18 +119,64 @@ class StreamParts:
             collate_fn=CutCollate(loader.collate_fn or default_convert, rank_cut, ready_made),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=WorkerInit(loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             generator=self.generator,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
 
-    def epoch(self, epoch: int, again: Sequence[Part] = ()) -> Iterator[Part]:
-        """This rank's parts of one epoch, after those of `again`."""
+    @property
+    def rereads(self) -> bool:
+        """True when coming back to a place means to read all of the stream before it once more."""
+        return not (
+            self.user.num_workers == 0
+            and callable(getattr(self.dataset, "state_dict", None))
+            and callable(getattr(self.dataset, "load_state_dict", None))
+        )
+
+    def source(self, position: Position) -> Any:
+        """What a Place needs to come back to `position`; without a state the stream is read again up to there."""
+        return {"workers": self.cut.size, "sharded": self.sharded, "state": self.states.get(position.start)}
+
+    def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = Place()) -> Iterator[Part]:
+        """This rank's parts of one epoch from `place` on, after those of `again`."""
         self.again.extend(again)
-        source = self._sharded(epoch) if self.sharded else self._whole(epoch)
-        number = 0
+        self.states, behind = {}, place.position.start
+        stream = Stream(mix(self.seed, epoch, "stream"))
+        state = self._state(place.source or {})
+        if state is not None:
+            self.dataset.load_state_dict(state[0])
+            stream = Stream.at(state[1])
+        source = self._sharded(epoch, stream) if self.sharded else self._whole(epoch, stream)
+        if state is None:
+            self._skip(source, behind)
+        yield from islice(self._parts(epoch, source, stream, behind), place.position.into, None)
+
+    def _state(self, source: dict[str, Any]) -> Any:
+        """The dataset's saved state, if it is of use here."""
+        if (source.get("sharded") or self.sharded) and source.get("workers", self.cut.size) != self.cut.size:
+            raise UsageError(
+                f"a stream in shards was left by {source['workers']} workers, each in its own shard, and cannot go on with {self.cut.size}",
+                remedy=f"Resume with --workers {source['workers']}, or at the end of an epoch.",
+            )
+        return None if self.rereads else source.get("state")
+
+    def _skip(self, source: Iterator[Round], num_batches: int) -> None:
+        left = num_batches
+        while left > 0:
+            pieces = next(source, None)
+            if pieces is None:
+                raise UsageError(
+                    f"the stream ended {left} batches before the place at which this run goes on",
+                    remedy="Is it the same data? A stream that begins elsewhere each time needs state_dict and load_state_dict.",
+                )
+            left -= pieces.batches
+        self.num_skipped = num_batches
+
+    def _parts(self, epoch: int, source: Iterator[Round], stream: Stream, behind: int) -> Iterator[Part]:
+        each = self.cut.size if self.cut.per_worker and not self.sharded else 1
+        number = -(-behind // each)
         while True:
             while self.again:
                 yield self._copy(self.again.popleft())
@@ -127,21 +187,28 @@ class StreamParts:
             ]
             if not group:
                 return
-            total = sum(n for pieces in group for n, _, _ in pieces)
+            total = sum(n for pieces in group for n, _, _ in pieces.slices)
             flat = [
-                (number + i, j, piece) for i, pieces in enumerate(group) for j, piece in enumerate(pieces)
+                (number + i, j, pieces.batches, piece)
+                for i, pieces in enumerate(group)
+                for j, piece in enumerate(pieces.slices)
             ]
             number += len(group)
-            for at, (batch, slice_number, (n, mine, data)) in enumerate(flat):
-                micro = Micro(epoch, batch, slice_number, range(n), total, at == len(flat) - 1)
+            behind += sum(pieces.batches for pieces in group)
+            if not self.rereads:
+                self.states[behind] = (copy.deepcopy(self.dataset.state_dict()), stream.state())
+                for old in sorted(self.states)[:-2]:
+                    del self.states[old]
+            for at, (batch, slice_number, num_batches, (n, mine, data)) in enumerate(flat):
+                last = at == len(flat) - 1
+                micro = Micro(epoch, batch, slice_number, range(n), total, last, batches=num_batches)
                 yield Part(micro, mine, data)
                 while self.again:
                     yield self._copy(self.again.popleft())
 
-    def _read(self, epoch: int) -> Iterator[Pieces]:
+    def _read(self, epoch: int, stream: Stream) -> Iterator[Pieces]:
         """The stream's batches in order, its randomness following from (seed, epoch) whoever reads."""
         self.generator.manual_seed(mix(self.seed, epoch, "stream processes"))
-        stream = Stream(mix(self.seed, epoch, "stream"))
         with stream.entered():
             inner = iter(self.inner)
         while True:
@@ -151,10 +218,10 @@ class StreamParts:
                 return
             yield batch.pieces
 
-    def _whole(self, epoch: int) -> Iterator[Pieces]:
-        source = self._read(epoch)
+    def _whole(self, epoch: int, stream: Stream) -> Iterator[Round]:
+        source = self._read(epoch, stream)
         if not self.cut.per_worker:
-            yield from source
+            yield from map(Round, source)
             return
         while True:
             round_ = [
@@ -162,7 +229,7 @@ class StreamParts:
             ]
             if not round_:
                 return
-            yield list(self._own(round_))
+            yield Round(list(self._own(round_)), len(round_))
 
     def _own(self, round_: list[Pieces]) -> Iterator[tuple[int, int, Any]]:
         """batch=per-worker: of one batch a worker, my own; a stand-in when the stream ended before me."""
@@ -174,9 +241,9 @@ class StreamParts:
             else:
                 yield n, 0, round_[0][0][2]
 
-    def _sharded(self, epoch: int) -> Iterator[Pieces]:
+    def _sharded(self, epoch: int, stream: Stream) -> Iterator[Round]:
         """Own shard; ranks tell each other their counts, so all end together and none waits for a longer shard."""
-        source = self._read(epoch)
+        source = self._read(epoch, stream)
         spare: Any = None
         slices = self.cut.microbatches
         while True:
@@ -197,11 +264,13 @@ class StreamParts:
                     remedy="Give every shard at least one sample, or use fewer workers.",
                 )
             mine = dict(enumerate(pieces))
-            yield [
-                (int(n), *(mine[i][1:] if i in mine else (0, spare)))
-                for i, n in enumerate(counts.tolist())
-                if n
-            ]
+            yield Round(
+                [
+                    (int(n), *(mine[i][1:] if i in mine else (0, spare)))
+                    for i, n in enumerate(counts.tolist())
+                    if n
+                ]
+            )
 
     def rewind(self, again: Sequence[Part]) -> None:
         self.again.extendleft(reversed(again))

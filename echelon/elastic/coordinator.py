@@ -26,7 +26,7 @@ from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
-from echelon.events import Beat, Event, Logged
+from echelon.events import Beat, Event, Logged, RunEnded, StopAsked
 
 MAX_WAIT_S = 86400.0
 MAX_PEERS = 10_000
@@ -54,6 +54,7 @@ class Coordinator:
         self.history = History(run_dir / "events.jsonl")
         self.meter = Meter()
         self.stopping = ""
+        self.ended = False
         self._steps: dict[int, int] = {}
         self._taken: dict[Identity, int] = {}
         self._compact_bytes = JOURNAL_BYTES
@@ -118,6 +119,7 @@ class Coordinator:
             reason = reason[:1024] or f"{peer} asked for it"
             self._note({"kind": "stop", "term": self.members.term, "reason": reason}, sync=True)
             self.stopping = reason
+            self.history.add(StopAsked(reason=reason))
         return {"reason": self.stopping}
 
     # what happens
@@ -193,6 +195,7 @@ class Coordinator:
                 for metric in self.meter.add(event, self.members.awaited):
                     self.history.add(metric)
             return
+        self.ended = self.ended or isinstance(event, RunEnded)
         if isinstance(event, Beat) and event.rank is not None and event.rank in self.members.seats:
             self._steps[event.rank] = event.step
         self.history.add(event)
@@ -225,7 +228,10 @@ class Coordinator:
 
 
 def serve(listen_fd: int, run_dir: Path, token: str) -> None:
-    """Runs the coordinator on a socket that its parent bound, until SIGTERM. Blocks; call it in the main thread."""
+    """Runs the coordinator on a socket that its parent bound. Blocks; call it in the main thread.
+
+    SIGTERM ends it once the run is over; before that a first one asks the run to stop, as for any process of it.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -233,10 +239,19 @@ def serve(listen_fd: int, run_dir: Path, token: str) -> None:
 
 
 async def _serve(listening: socket.socket, run_dir: Path, token: str) -> None:
-    over = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
     coordinator = Coordinator(run_dir)
+
+    def terminate() -> None:
+        if coordinator.ended or coordinator.stopping:
+            over.set()
+        else:
+            me = Identity(coordinator.description["name"], "coordinator", 0)
+            asking.append(asyncio.ensure_future(coordinator.stop(me, "SIGTERM to the coordinator")))
+
+    asking: list[asyncio.Future[Any]] = []
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, over.set)
     server = Server(str(coordinator.description["name"]), token, coordinator.methods(), roles=ROLES)
     await server.start(listening)
     try:

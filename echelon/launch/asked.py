@@ -31,13 +31,18 @@ class Asked:
         self.times = 0
         self.number = 0
 
+    def note(self, number: int) -> None:
+        """Ctrl-C after a polite request counts as Ctrl-C."""
+        self.times += 1
+        self.number = number if number != signal.SIGTERM or not self.number else self.number
+
     def stop(self) -> Stop:
         return Stop(128 + self.number, WORDS[signal.Signals(self.number)])
 
     @contextlib.contextmanager
     def listening(self, wake_fd: int) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
-            self.times, self.number = self.times + 1, self.number or number
+            self.note(number)
 
         before = {number: signal.signal(number, note) for number in WORDS}
         woken = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)

@@ -8,7 +8,8 @@ Messages are one JSON object each (SOCK_SEQPACKET). From the supervisor:
     {"do": "spawn", "id", "argv", "env", "cwd"}   with 2 or 3 descriptors: stdout, stderr, one to become fd 3
     {"do": "remove", "paths"}                              files to delete at the end
     {"do": "end", "grace_s"}                               end the tree; a second one may shorten the grace
-To it: {"started": id, "pid"}, {"exited": id, "pid", "status", "peak_rss_bytes"}, and {"ended": true} last.
+To it: {"started": id, "pid"}, {"exited": id, "pid", "status", "peak_rss_bytes"}, {"asked": n} for a signal to the guard
+itself (the supervisor decides; a second one ends the tree at once), and {"ended": true} last.
 
 This file needs only the standard library and runs as `python -I -S guard.py FD`, so that it starts in 20 ms.
 """
@@ -20,6 +21,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -31,6 +33,7 @@ from collections.abc import Callable
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MESSAGE_BYTES = 1 << 20
 PASSED_FD = 3
+AGAIN_S = 0.2
 CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 """Helpers that remove shared memory once they see that their clients are gone: they are asked last."""
 
@@ -70,10 +73,11 @@ def end_descendants(
 ) -> bool:
     """Blocks until no descendant of this process is left: True, or False after 8 s (a process the kernel holds).
 
-    Each gets SIGTERM once, and SIGKILL from the moment `force_at()` on; processes that appear meanwhile as well.
+    Each gets SIGTERM, once more after a moment (the first asks a run to stop in good order, and that is over), and SIGKILL
+    from the moment `force_at()` on; processes that appear meanwhile as well.
     `turn(seconds)` collects exits and waits at most that long; `seen` gathers the pids; `spare` are not ours.
     """
-    asked: set[int] = set()
+    asked: dict[int, float] = {}
     give_up = time.monotonic() + 8.0
     cleaners_until: float | None = None
     while True:
@@ -91,12 +95,12 @@ def end_descendants(
         else:
             first, cleaners_until = tree, cleaners_until or now + 0.5
             force = now >= cleaners_until
-            asked |= tree
+            asked |= dict.fromkeys(tree, math.inf)
         for pid in first:
             if force:
                 _kill(pid, signal.SIGKILL)
-            elif pid not in asked:
-                asked.add(pid)
+            elif now >= asked.get(pid, 0.0):
+                asked[pid] = math.inf if pid in asked else now + AGAIN_S
                 _kill(pid, signal.SIGTERM)
                 _kill(pid, signal.SIGCONT)
         turn(0.02)
@@ -147,8 +151,9 @@ class Guard:
         os.set_blocking(wake_in, False)
         signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.asked = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: self.end(1.0))
+            signal.signal(number, lambda number, _: self.ask(number))
 
     def run(self) -> None:
         become_subreaper()
@@ -195,6 +200,13 @@ class Guard:
             self.end(message["grace_s"])
         for fd in fds:
             os.close(fd)
+
+    def ask(self, number: int) -> None:
+        self.asked += 1
+        if self.asked == 1 and self.open:
+            self.tell({"asked": number})
+        else:
+            self.end(1.0)
 
     def end(self, grace_s: float) -> None:
         at = time.monotonic() + grace_s

@@ -54,6 +54,10 @@ class Link:
         """Worker `rank` is over: those who wait for it should know at once."""
         self._to_tell.put(("died", {"rank": rank, "code": code}))
 
+    def ask_stop(self, reason: str) -> None:
+        """The run is to stop at its next step."""
+        self._to_tell.put(("stop", {"reason": reason}))
+
     def close(self, deadline: Deadline) -> None:
         """Tells what is still to be told, until the deadline at most, and hangs up."""
         self._to_tell.put(None)

@@ -54,6 +54,8 @@ class Plan:
     threads_sentence: str
     host: str
     job: Job
+    grace_s: float = 30.0
+    """How long a run that is asked to stop may take for its last checkpoint."""
 
     def worker(self, rank: int) -> RoleSpec:
         script = (*(("-m",) if self.job.module else ()), self.job.script, *self.job.args)
@@ -82,13 +84,13 @@ class Plan:
         return RoleSpec(role, rank, argv, overlay)
 
 
-def make_plan(job: Job, name: str, run_dir: Path, port: int) -> Plan:
+def make_plan(job: Job, name: str, run_dir: Path, port: int, grace_s: float = 30.0) -> Plan:
     by_user = env.user_threads()
     threads, sentence = thread_plan(job.num_workers, len(os.sched_getaffinity(0)), by_user)
     return Plan(
         name=name, run_dir=run_dir, coordinator=f"127.0.0.1:{port}", num_workers=job.num_workers,
         num_threads=threads, threads_by_user=by_user is not None, threads_sentence=sentence,
-        host=socket.gethostname().split(".")[0], job=job,
+        host=socket.gethostname().split(".")[0], job=job, grace_s=grace_s,
     )  # fmt: skip
 
 

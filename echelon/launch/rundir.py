@@ -112,6 +112,14 @@ def create(script: str, *, name: str | None, run_dir: Path | None, now: float) -
     return name, RunDir(folder.resolve())
 
 
+def reopen(folder: RunDir) -> None:
+    """An ended run goes on in its folder: logs and events are added to, who was in it is forgotten."""
+    (folder.path / "journal.jsonl").unlink(missing_ok=True)
+    (folder.path / "logs").mkdir(exist_ok=True)
+    if folder.path.parent == env.runs_dir().resolve():
+        _point_latest(folder.path)
+
+
 def find(text: str) -> RunDir:
     """The run that a person means: a name, a folder, `latest`, or the unique beginning of a name."""
     for path in (env.runs_dir() / text, Path(text)):

@@ -15,7 +15,7 @@ from typing import Any
 
 from echelon import strategy as strategies
 from echelon.errors import UsageError
-from echelon.launch import rundir
+from echelon.launch import again, rundir
 from echelon.launch.local import Job, make_plan
 from echelon.launch.rundir import RunDir
 from echelon.show import tensorboard
@@ -64,9 +64,16 @@ def choose_strategy(
 
 
 def run(
-    job: Job, chosen: Strategy, set_by_user: dict[str, Any], *, name: str | None, run_dir: Path | None
+    job: Job,
+    chosen: Strategy,
+    set_by_user: dict[str, Any],
+    *,
+    name: str | None,
+    run_dir: Path | None,
+    resume: str | None = None,
+    grace_s: float = 30.0,
 ) -> int:
-    """Makes the run's folder, runs it to its end, gives its exit code. Blocks."""
+    """Makes the run's folder (or goes on in an old one), runs it to its end, gives its exit code. Blocks."""
     from echelon.launch.supervisor import Supervisor
 
     check_script(job)
@@ -74,14 +81,23 @@ def run(
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
     now = time.time()
-    name, folder = rundir.create(job.script, name=name, run_dir=run_dir, now=now)
+    goes_on = again.choose(resume, job, name, run_dir)
+    record: dict[str, Any] = {}
+    if goes_on is not None and goes_on.folder is not None:
+        folder = goes_on.folder
+        name, before = folder.name, folder.read()
+        record = {"started": before.get("started", now), "restarts": [*before.get("restarts", []), now]}
+        rundir.reopen(folder)
+    else:
+        name, folder = rundir.create(job.script, name=name, run_dir=run_dir, now=now)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
-        plan = make_plan(job, name, folder.path, listening.getsockname()[1])
+        plan = make_plan(job, name, folder.path, listening.getsockname()[1], grace_s)
         folder.write({
             "name": name, "script": job.script, "module": job.module, "args": list(job.args),
             "strategy": dataclasses.asdict(chosen), "set_by_user": set_by_user, "num_workers": job.num_workers,
             "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
-            "coordinator": plan.coordinator,
+            "coordinator": plan.coordinator, "grace_s": grace_s,
+            "resume": goes_on.described() if goes_on is not None else None, **record,
         })  # fmt: skip
         display = Display(num_workers=job.num_workers, host=plan.host, own_prints=False, starting=True)
         display.say(*fold(f"run {name} · {plan.threads_sentence} · {chosen}"))
@@ -95,7 +111,10 @@ def state_of(folder: RunDir) -> str:
     record = folder.read()
     if "code" in record:
         code = record["code"]
-        return "ended" if code == 0 else f"{'stopped' if code in (129, 130, 143) else 'failed'} ({code})"
+        word = {75: "preempted", 124: "stuck", 129: "stopped", 130: "stopped", 143: "stopped"}.get(
+            code, "failed"
+        )
+        return "ended" if code == 0 else f"{word} ({code})"
     supervisors = [process for process in folder.load_processes() if process.role == "supervisor"]
     if not supervisors:
         return "died"

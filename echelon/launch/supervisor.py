@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shlex
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -20,12 +22,24 @@ from typing import Any
 
 from echelon import env
 from echelon.clock import Deadline
-from echelon.events import Event, Failed, ProcessEnded, ProcessStarted, RunEnded, RunStarted, Sink
+from echelon.events import (
+    CheckpointSaved,
+    Event,
+    Failed,
+    ProcessEnded,
+    ProcessStarted,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StopAsked,
+)
 from echelon.launch import blame, cause, guard
 from echelon.launch.asked import Asked, Stop
 from echelon.launch.blame import Exit, Verdict
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
+from echelon.launch.preempt import Preemption
 from echelon.launch.rundir import Process, RunDir, start_ticks
 from echelon.launch.streams import Streams, tail
 from echelon.launch.tether import Tether
@@ -63,6 +77,9 @@ class Supervisor:
         self.failures: list[Failed] = []
         self.cgroups: dict[int, str] = {}
         self.stop: Stop | None = None
+        self.preemption: Preemption | None = None
+        self.checkpoint = ""
+        """The last complete one, "" for none."""
         self.failing_since: float | None = None
         self.done_since: float | None = None
         self.ending_since: float | None = None
@@ -148,6 +165,12 @@ class Supervisor:
         if isinstance(event, Failed):
             self.failures.append(event)
             self._first_failure()
+        elif isinstance(event, StopAsked):
+            self._preempt(event.reason)
+        elif isinstance(event, CheckpointSaved | Resumed):
+            self.checkpoint = event.path
+            if self.preemption is not None:
+                self.preemption.path = event.path
         self.display.handle(event)
         for sink in self.sinks:
             sink(event)
@@ -164,6 +187,8 @@ class Supervisor:
                     )
             elif "exited" in message:
                 self._on_exit(message)
+            elif "asked" in message:
+                self.asked.note(message["asked"])
             elif "ended" in message:
                 self.ended = True
         if self.tether.gone and not self.ended:
@@ -187,8 +212,9 @@ class Supervisor:
         self.exits[rank] = Exit(rank, code, time.time(), self.ending_since is not None, peak)
         self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
                                     peak_rss_bytes=peak))  # fmt: skip
-        self.link.died(rank, code)
-        if code != 0:
+        in_order = self.preemption is not None and self.preemption.is_order(self.exits[rank])
+        self.link.died(rank, 0 if in_order else code)
+        if code != 0 and not in_order:
             self._first_failure()
 
     def _on_coordinator_exit(self, code: int) -> None:
@@ -215,7 +241,7 @@ class Supervisor:
     def _decide(self, now: float) -> None:
         """Is it time to end everything? Asks for it once."""
         if self.asked.times and self.stop is None and self.ending_since is None:
-            self.stop = self.asked.stop()
+            self._asked()
         if self.display.broken and self.stop is None and self.ending_since is None:
             self.stop = Stop(141, "nobody reads the output any more")
         if self.ending_since is not None:
@@ -229,6 +255,10 @@ class Supervisor:
         elif self.failing_since is not None:
             if now - self.failing_since >= self._settle_s():
                 self._end()
+        elif self.preemption is not None and (
+            stop := self.preemption.verdict(self.exits, self.plan.num_workers, now, self._again())
+        ):
+            self.stop = stop
         elif len(self.exits) == self.plan.num_workers:
             self.done_since = self.done_since or now
             if (
@@ -238,6 +268,28 @@ class Supervisor:
                 self._end()
         elif now - self.started > JOIN_TIMEOUT_S:
             self._check_formed()
+
+    def _asked(self) -> None:
+        """A first SIGTERM stops in good order; Ctrl-C, a lost terminal and anything after that end the run now."""
+        if self.asked.number == signal.SIGTERM and self.asked.times == 1 and self.failing_since is None:
+            if self.preemption is None:
+                self.link.ask_stop("SIGTERM")
+                self._preempt("SIGTERM")
+        elif self.asked.number != signal.SIGTERM or self.asked.times > 1:
+            self.stop = self.asked.stop()
+
+    def _preempt(self, reason: str) -> None:
+        if self.preemption is None and self.ending_since is None:
+            self.preemption = Preemption(time.monotonic(), self.plan.grace_s, reason, self.checkpoint)
+            self.display.say(
+                f"asked to stop ({reason}): a checkpoint at the next step, within {self.plan.grace_s:g} s"
+            )
+
+    def _again(self) -> str:
+        job = self.plan.job
+        script = [*(["-m"] if job.module else []), job.script, *job.args]
+        command = ["echelon", "run", "--workers", str(job.num_workers), "--resume", self.plan.name, *script]
+        return shlex.join(command)
 
     def _settle_s(self) -> float:
         """How long after the first failure the others may still speak."""

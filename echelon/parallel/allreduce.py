@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,10 @@ class AllReduceSync:
         """Told when some ranks had a backward in a micro-step and some had none."""
         self.outcomes: list[Outcome] = []
         self.wait_s, self.activity, self.meetings = 0.0, 0, 0
-        self.met_in_micro = self.open = self.banked = False
+        self.met_in_micro = self.open = self.banked = self.stop_seen = False
+        self.stop_wanted: Callable[[], bool] = lambda: False
+        """Was this rank asked to stop? Every rank hears of it in the next meeting (`stop_seen`)."""
+        self.later = tail.Later()
         self.order: list[int] | None = []
         """The order in which gradients came so far; None once the buckets follow it."""
         self.pre_hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -219,7 +223,7 @@ class AllReduceSync:
         """Where we are, and which parameters have a gradient here that counts."""
         holding = {id(s) for s in held}
         used = [float(s.counted or s.param.grad is not None or id(s) in holding) for s in self.slots]
-        tail.write(self.tail, self.share.number, late, used)
+        tail.write(self.tail, self.share.number, late, self.stop_wanted(), used)
 
     # -- the end of a backward -----------------------------------------------------------------------------------
 
@@ -230,6 +234,7 @@ class AllReduceSync:
         late, self.open = not self.open, True
         deadline = Deadline.after(MEETING_LIMIT_S)
         if self._in_place():
+            self.stop_seen = self.stop_seen or self.stop_wanted()
             self._met(self.group.barrier().wait(deadline), 0.0)
             return
         self._thaw()
@@ -312,8 +317,7 @@ class AllReduceSync:
     def _hand_back(self) -> None:
         dense = [s for s in self.active if not s.sparse]
         plain = all(s.fired for s in dense) and self.share.counts
-        if self.tail.device.type == "cpu":  # reading it on a GPU would wait for the GPU
-            self._look_around()
+        self._look_around()
         if plain:
             for slot in dense:
                 slot.param.grad = slot.view
@@ -324,7 +328,12 @@ class AllReduceSync:
 
     def _look_around(self) -> None:
         """Are all ranks in the same micro-step, and did all have a backward in it?"""
+        if self.tail.device.type != "cpu":  # reading it now would wait for the GPU
+            before = self.later.swap(self.tail)
+            self.stop_seen = self.stop_seen or (before is not None and before.some_stop)
+            return
         head = tail.head(self.tail)
+        self.stop_seen = self.stop_seen or head.some_stop
         if not head.same_place:
             raise tail.misplaced(self.group, self.share.number, Deadline.after(MEETING_LIMIT_S))
         if head.some_late and self.on_uneven is not None:
@@ -367,6 +376,23 @@ class AllReduceSync:
 
     def lost(self) -> Outcome:
         return merge(self.outcomes)
+
+    def layout(self) -> dict[str, Any]:
+        return {
+            "slots": len(self.slots),
+            "order": self.order,
+            "active": [s.index for s in self.active],
+            "idle": [s.idle for s in self.slots],
+            "meetings": self.meetings,
+        }
+
+    def lay(self, layout: dict[str, Any]) -> None:
+        if layout["slots"] != len(self.slots):
+            return
+        self.order, self.meetings = layout["order"], layout["meetings"]
+        for slot, idle in zip(self.slots, layout["idle"], strict=True):
+            slot.idle = idle
+        self._build([self.slots[i] for i in layout["active"]])
 
     def _learn_order(self) -> None:
         """After the first step: buckets in the order in which rank 0's backward made gradients, if it had one."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -50,6 +50,12 @@ class GradSync(Protocol):
     activity: int
     """Grows with every gradient that arrives."""
 
+    stop_wanted: Callable[[], bool]
+    """Asked in every meeting: was this rank told to stop?"""
+
+    stop_seen: bool
+    """Some rank was, and every rank knows it since the same meeting."""
+
     def holds(self, params: set[int]) -> bool:
         """Does any of these parameters (by id) meet here?"""
         ...
@@ -92,6 +98,14 @@ class GradSync(Protocol):
 
     def forget(self) -> None:
         """The step was lost: drops all gradients, sealed ones too."""
+        ...
+
+    def layout(self) -> dict[str, Any]:
+        """How gradients lie in their messages, as plain data: sums of three and more may depend on it to the last bit."""
+        ...
+
+    def lay(self, layout: dict[str, Any]) -> None:
+        """Back to a layout of before; one of other parameters is ignored. Only between steps."""
         ...
 
     def refresh(self) -> None:

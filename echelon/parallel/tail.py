@@ -1,6 +1,6 @@
 """The tail of a model's last bucket: what ranks tell each other in every meeting, without a message of its own.
 
-[ranks, number, number², late, used bit of each parameter …]    summed over ranks like the gradients beside it
+[ranks, number, number², late, stop, used bit of each parameter …]    summed over ranks like the gradients beside it
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.clock import Deadline
 from echelon.comm.group import Group
 from echelon.errors import LoopError
 
-HEAD = 4
+HEAD = 5
 CYCLE = 250
 """Micro-steps are numbered modulo this, so that sums of squares over 250 ranks stay exact in float32."""
 
@@ -28,6 +28,12 @@ class Head:
     number: float
     squares: float
     late: float
+    stop: float
+
+    @property
+    def some_stop(self) -> bool:
+        """Some rank was asked to stop: all of them know now, at the same step."""
+        return self.stop > 0.5
 
     @property
     def same_place(self) -> bool:
@@ -40,13 +46,34 @@ class Head:
         return 0.5 < self.late < self.ranks - 0.5
 
 
-def write(tail: Tensor, number: int, late: bool, used: Sequence[float]) -> None:
+def write(tail: Tensor, number: int, late: bool, stop: bool, used: Sequence[float]) -> None:
     n = float(number % CYCLE)
-    tail.copy_(torch.tensor([1.0, n, n * n, float(late), *used], dtype=tail.dtype))
+    tail.copy_(torch.tensor([1.0, n, n * n, float(late), float(stop), *used], dtype=tail.dtype))
 
 
 def head(tail: Tensor) -> Head:
     return Head(*tail[:HEAD].tolist())
+
+
+class Later:
+    """The head of the last meeting on a GPU: read one meeting later, when the GPU is past it, so that nobody waits."""
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+        self.event: torch.cuda.Event | None = None
+
+    def swap(self, tail: Tensor) -> Head | None:
+        """The head of the meeting before this one; None at the first."""
+        before = None
+        if self.copy is not None and self.event is not None:
+            self.event.synchronize()
+            before = Head(*self.copy.tolist())
+        if self.copy is None:
+            self.copy = torch.empty(HEAD, dtype=tail.dtype, pin_memory=True)
+        self.copy.copy_(tail[:HEAD], non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record()
+        return before
 
 
 def used(tail: Tensor) -> list[float]:

@@ -14,9 +14,17 @@ from echelon.prepare.loader import Feed
 
 Judge = Callable[[nn.Module, Any], dict[str, tuple[Any, Any]]]
 
+STOP = "<stop>"
+"""Among the totals when this rank was asked to stop: all ranks hear of it where they add up."""
 
-def totals(model: nn.Module, feed: Feed, fn: Judge, average: Average | None) -> dict[str, list[float]]:
-    """{name: [sum, count]} over this rank's samples, in float64; the model is in eval mode meanwhile."""
+
+def totals(
+    model: nn.Module, feed: Feed, fn: Judge, average: Average | None, stop: Callable[[], bool]
+) -> dict[str, list[float]]:
+    """{name: [sum, count]} over this rank's samples, in float64; the model is in eval mode meanwhile.
+
+    Ends early, with STOP among the names, once `stop()`.
+    """
     found: dict[str, list[float]] = {}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -27,6 +35,8 @@ def totals(model: nn.Module, feed: Feed, fn: Judge, average: Average | None) -> 
                     entry = found.setdefault(name, [0.0, 0.0])
                     entry[0] += float(total)
                     entry[1] += float(count)
+                if stop():
+                    return found | {STOP: [1.0, 1.0]}
     finally:
         for module, training in modes:  # each its own: parts of a model may be kept in eval mode on purpose
             module.training = training

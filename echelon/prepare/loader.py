@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import asdict
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -15,13 +16,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.comm.group import Group
-from echelon.data import tree
-from echelon.data.deal import Cut
-from echelon.data.ledger import Ledger
-from echelon.data.loader import MapParts, Part
+from echelon.data import order, tree
+from echelon.data.deal import Cut, Micro, Position
+from echelon.data.ledger import EpochLedger, Ledger
+from echelon.data.loader import MapParts, Part, Place
 from echelon.data.streams import StreamParts
 from echelon.errors import UsageError
 from echelon.events import EpochDone, Warned
+from echelon.prepare.trail import Mark, Trail
 from echelon.step import Machine
 
 
@@ -31,7 +33,13 @@ class Parts(Protocol):
     copies: bool
     """Whether kept() copies data, so that keeping what nobody will ask for costs memory."""
 
-    def epoch(self, epoch: int, again: list[Part]) -> Iterator[Part]: ...
+    @property
+    def rereads(self) -> bool:
+        """Whether coming back to a place means reading everything before it once more."""
+        ...
+
+    def epoch(self, epoch: int, again: list[Part], place: Place = ...) -> Iterator[Part]: ...
+    def source(self, position: Position) -> Any: ...
     def rewind(self, again: list[Part]) -> None: ...
     def kept(self, part: Part) -> Part: ...
 
@@ -39,32 +47,72 @@ class Parts(Protocol):
 class Loop:
     """One iterator over a prepared loader."""
 
-    def __init__(self, feed: Feed, parts: Parts, epoch: int, owed: list[Part]) -> None:
+    def __init__(
+        self, feed: Feed, parts: Parts, epoch: int, owed: list[Part], mark: Mark, saved: Mark | None
+    ) -> None:
         self.feed, self.parts, self.epoch, self.owed = feed, parts, epoch, owed
+        self.mark, self.saved = mark, saved
+        """Where this loop is in the script, and what a run that is resumed had there."""
+        self.place = _place(saved)
+        self.position = self.before = self.committed = self.place.position
+        """Behind the last part, before it, and behind the last one that was committed."""
+        self.group: list[Micro] = []
+        self.num_owed = len(owed)
         self.part: Part | None = None
         self.uncommitted: list[Part] = []
         """Yielded since the last commit; the loop's end changes nothing about that."""
         self.rank_samples = 0
         self.open = True
+        self.abandoned = False
+        """The script left it before its end: it is ended by the garbage collector, where nothing can be raised."""
         self._activity = self._activity_before = 0
         """The machine's activity at the last yield, and before the first part that is uncommitted."""
 
     def run(self) -> Iterator[Any]:
-        machine, whole = self.feed.machine, False
-        parts = self.parts.epoch(self.epoch, self.owed)
+        machine, trail, saved, whole = self.feed.machine, self.feed.trail, self.saved, False
+        if saved is not None and saved.done and not self._runs_again(saved):
+            self.open = False
+            self.mark.value = saved.value
+            trail.leave(self.mark)
+            trail.arrived_at(saved)
+            return
+        parts = self.parts.epoch(self.epoch, self.owed, self.place)
         try:
             while (part := self._fetch(parts)) is not None:
                 data = self.feed.placed(part.data)
                 self.part = part
+                if saved is not None and saved.here and not saved.done:
+                    trail.arrived_at(saved)
                 machine.begin(self, part)
                 self._keep(part, machine.activity())
                 self.feed.ledger.plan(part)
                 self.rank_samples += part.count
+                trail.item(self.mark, saved if saved is not None and saved.inside else None)
                 yield data
+                trail.between(self.mark)
+                if trail.following and saved is not None and saved.inside:
+                    trail.lost_way()
             whole = True
         finally:
             self.open = False
             self._end(whole)
+        trail.arrived_at(saved)
+
+    def _runs_again(self, saved: Mark) -> bool:
+        """On the way back: a script's own evaluation loop, after which nothing was trained, gives the same numbers again."""
+        return not saved.value["trained"] and not self.feed.trail.trained_later(saved)
+
+    def stand(self) -> None:
+        """Writes into the mark where this loop is, for a checkpoint of now."""
+        inside = self.mark in self.feed.trail.path
+        position = self.before if inside else self.position
+        self.mark.value = {
+            "epoch": self.epoch,
+            **asdict(position),
+            "trained": True,
+            "committed": not self.uncommitted,
+            "source": self.parts.source(position),
+        }
 
     def _fetch(self, parts: Iterator[Part]) -> Part | None:
         began = time.perf_counter()
@@ -81,19 +129,34 @@ class Loop:
         self._activity = activity
         if self.feed.machine.optimizers:
             self.uncommitted.append(self.parts.kept(part))
+        self._count(part.micro)
+
+    def _count(self, micro: Micro) -> None:
+        if micro.epoch != self.epoch:
+            self.num_owed -= 1
+            return
+        self.group.append(micro)
+        batches = {m.batch: m.batches for m in self.group}
+        self.before, self.position = self.position, self.position.after(micro, sum(batches.values()))
+        if micro.last:
+            self.group = []
 
     def _end(self, whole: bool) -> None:
         machine = self.feed.machine
+        self.abandoned = not whole
         trained = machine.activity() != self._activity_before
         if trained and not whole and machine.drop_group():
             self.uncommitted = []
             text = "the loop was left in the middle of an accumulation group: what the group held is dropped"
             machine.emit(Warned(rank=machine.rank, message=text))
-        machine.end_loop(self)
-        self.part = None
+        self.mark.value = {"trained": trained, "epoch": self.epoch}
+        self.feed.trail.leave(self.mark)
         if not trained:
             self.uncommitted = []  # looked at, not trained on: an evaluation
+        machine.end_loop(self)
+        self.part = None
         self.feed.over(self, whole)
+        machine.over(self)
 
 
 class Feed:
@@ -107,6 +170,7 @@ class Feed:
         group: Group,
         device: torch.device,
         machine: Machine,
+        trail: Trail,
         trains: bool = True,
     ) -> None:
         if type(loader).__iter__ is not DataLoader.__iter__:
@@ -122,7 +186,7 @@ class Feed:
             device,
             machine,
         )
-        self.index = len(machine.loaders)
+        self.index, self.trail = len(machine.loaders), trail
         if trains:
             machine.loaders.append(self)
         self.ledger = Ledger()
@@ -130,6 +194,8 @@ class Feed:
         self.loops: list[Loop] = []
         self.owed: list[Part] = []
         """Lost after their loop had ended: the next loop begins with these."""
+        self.passed = 0
+        """Epochs of an earlier life that a script's own sampler was led through."""
         self._parts = self._make()
 
     def _make(self) -> Parts:
@@ -148,9 +214,14 @@ class Feed:
 
     def iterate(self) -> Iterator[Any]:
         """One epoch, as a script's `for` sees it."""
+        mark, saved = self.trail.enter(f"loop {self.index}")
         epoch, self.epochs = self.epochs, self.epochs + 1
+        if saved is not None:
+            epoch = saved.value["epoch"]
+        if saved is not None and not saved.done:
+            self.pass_over(epoch)
         owed, self.owed = self.owed, []
-        loop = Loop(self, self._free_parts(), epoch, owed)
+        loop = Loop(self, self._free_parts(), epoch, owed, mark, saved)
         self.loops = [old for old in self.loops if old.open or old.uncommitted] + [loop]
         return loop.run()
 
@@ -178,22 +249,66 @@ class Feed:
     def placed(self, data: Any) -> Any:
         return data if self.device.type == "cpu" else tree.to_device(data, self.device)
 
+    def pass_over(self, epochs: int) -> None:
+        """A script's own sampler goes through the epochs before this one, if it has not yet."""
+        order.pass_over(self.user, self.seed, range(self.passed, epochs))
+        self.passed = max(self.passed, epochs)
+
+    @property
+    def owing(self) -> bool:
+        """Batches that were lost wait for another loop: no place in the data says that."""
+        return bool(self.owed) or any(loop.open and loop.num_owed for loop in self.loops)
+
+    def saved(self) -> dict[str, Any]:
+        """Where this loader is, as plain data; where its open loops are is in the trail."""
+        for loop in self.loops:
+            if loop.open:
+                loop.stand()
+        opened = {loop.epoch for loop in self.loops if loop.open}
+        ledger = {
+            e: [entry.planned, entry.committed] for e, entry in self.ledger.epochs.items() if e in opened
+        }
+        states = [generator.get_state() for generator in order.generators(self.user)]
+        return {"epochs": self.epochs, "ledger": ledger, "generators": states}
+
+    def restore(self, record: dict[str, Any]) -> None:
+        """Back to saved(): the loops that were open then are open again."""
+        opened = [loop for loop in self.loops if loop.open]
+        if not opened:
+            self.pass_over(record["epochs"])
+            for generator, state in zip(order.generators(self.user), record["generators"], strict=False):
+                generator.set_state(state)
+        self.epochs = record["epochs"]
+        self.ledger.epochs.update({e: EpochLedger(*counts) for e, counts in record["ledger"].items()})
+        for loop in opened:
+            if loop.saved is not None and loop.saved.value.get("committed"):
+                loop.uncommitted = []
+
     def mark(self) -> None:
         for loop in self.loops:
             for part in loop.uncommitted:
                 self.ledger.commit(part, self.cut.rank, self.cut.size)
             loop.uncommitted = []
+            loop.committed = loop.position
 
     def rewind(self) -> int:
         total = 0
         for loop in self.loops:
             again, loop.uncommitted = loop.uncommitted, []
+            loop.position, loop.group = loop.committed, []
             total += len(again)
             if loop.open:
                 loop.parts.rewind(again)
             elif again:
                 self.owed += again
         return total
+
+
+def _place(saved: Mark | None) -> Place:
+    if saved is None or saved.done:
+        return Place()
+    value = saved.value
+    return Place(Position(value["start"], value["into"]), value["source"])
 
 
 class PreparedLoader(DataLoader[Any]):

@@ -24,25 +24,30 @@ class _Skipped(BaseException):
 class Phase:
     """What `as` gives: `progress(0.47)` is shown to everybody who waits."""
 
-    def __init__(self, name: str, number: int, rank: int, member: Member | None, emit: Sink) -> None:
+    def __init__(
+        self, name: str, number: int, rank: int, member: Member | None, emit: Sink, over: bool = False
+    ) -> None:
         self.name, self.number, self.rank, self.member, self.emit = name, number, rank, member, emit
+        self.over = over
+        """It was done before the checkpoint from which this run goes on: nobody does it again."""
         self._before: Any = None
 
     def progress(self, share: float) -> None:
         self.emit(PhaseChanged(rank=self.rank, name=self.name, state="running", share=share))
 
     def __enter__(self) -> Phase:
-        if self.rank == 0:
+        if self.rank == 0 and not self.over:
             self.emit(PhaseChanged(rank=0, name=self.name, state="begun"))
             return self
-        self._wait()
+        if not self.over:
+            self._wait()
         self._skip(sys._getframe(1))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self.rank != 0:
+        if self.rank != 0 or self.over:
             self._untrace()
             return kind is _Skipped
         self.emit(PhaseChanged(rank=0, name=self.name, state="over" if kind is None else "failed"))

@@ -25,6 +25,8 @@ def prepare_scheduler(scheduler: Any, machine: Machine, mean: Callable[[float], 
 
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
+        if machine.following():
+            return None
         prepared = prepared_optimizer(scheduler.optimizer)
         if prepared is not None:
             if not prepared.stepped and prepared.applied == seen:
@@ -34,7 +36,12 @@ def prepare_scheduler(scheduler: Any, machine: Machine, mean: Callable[[float], 
             args = (mean(float(args[0] if args else kwargs.pop("metrics"))), *args[1:])
         return inner(*args, **kwargs)
 
-    scheduler.step = step
+    inner_state = scheduler.state_dict
+
+    def state_dict() -> dict[str, Any]:
+        return {key: value for key, value in inner_state().items() if key not in ("step", "state_dict")}
+
+    scheduler.step, scheduler.state_dict = step, state_dict
 
 
 def prepare_scaler(scaler: Any, machine: Machine) -> None:
@@ -56,6 +63,8 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
         prepared = prepared_optimizer(optimizer)
         if prepared is None:
             return inner_step(optimizer, *args, **kwargs)
+        if machine.following():
+            return machine.step(prepared)
         if not machine.share.last:
             machine.seal(prepared)
             return None
@@ -72,7 +81,7 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
         return result
 
     def update(*args: Any, **kwargs: Any) -> None:
-        if machine.share.last and not machine.iteration_lost:
+        if machine.share.last and not machine.iteration_lost and not machine.following():
             inner_update(*args, **kwargs)
         elif scaler.is_enabled():
             scaler._per_optimizer_states.clear()

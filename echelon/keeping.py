@@ -1,0 +1,342 @@
+"""When a run's state is saved, how it stops in good order, and how a resumed script comes back to where it was left.
+
+A checkpoint is taken where the last step is final: when a loop is asked for its next part, when it is over, or where the
+script calls run.checkpoint(). A request to stop travels with the gradients, so all ranks hear of it in the same
+step, save there, and leave with exit code 75.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon import env
+from echelon.build import World
+from echelon.checkpoint import load
+from echelon.checkpoint.load import Saved
+from echelon.checkpoint.meeting import MemberMeeting, alone
+from echelon.checkpoint.saver import Checkpoint, Saver
+from echelon.clock import Deadline
+from echelon.control.member import Member
+from echelon.env import Place
+from echelon.errors import CheckpointError, LoopError, UsageError
+from echelon.events import Resumed, Sink, Warned
+from echelon.prepare.trail import Mark, Trail
+from echelon.prepare.whole import Whole
+from echelon.prepared import Prepared
+from echelon.strategy import Strategy
+
+PREEMPTED = 75
+CLOSE_S = 600.0
+FIND_S = 120.0
+
+
+class Preempted(SystemExit):
+    """The script ends here, with a complete checkpoint; `finally` and atexit run as usual."""
+
+
+class Asked:
+    """What run.checkpoint() gives when it is called in mid-step: the checkpoint follows once the step is committed."""
+
+    def __init__(self, keeping: Keeping, step: int) -> None:
+        self._keeping, self.step = keeping, step
+        self.checkpoint: Checkpoint | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self.checkpoint is None and name == "state":
+            return "waiting"
+        if self.checkpoint is None:
+            raise UsageError(
+                "the checkpoint that was asked for in the middle of a step has not begun yet",
+                remedy="Call run.checkpoint() after optimizer.step() to have it at once.",
+            )
+        return getattr(self.checkpoint, name)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What run.checkpoint() gives on the way back: the one it made in the run that is resumed."""
+
+    step: int
+    path: str
+    state: str = "complete"
+    error: str = ""
+
+    def wait(self, deadline: Deadline | None = None) -> Past:
+        return self
+
+
+class Keeping:
+    """One a run and rank. Every rank calls the same things in the same order."""
+
+    def __init__(
+        self,
+        place: Place,
+        strategy: Strategy,
+        world: World,
+        prepared: Prepared,
+        trail: Trail,
+        member: Member | None,
+        emit: Sink,
+    ) -> None:
+        self.place, self.strategy, self.world, self.member, self.emit = place, strategy, world, member, emit
+        self.prepared, self.trail, self.machine = prepared, trail, prepared.machine
+        self.whole = Whole(prepared)
+        self.description = member.description if member is not None else {}
+        self.last: Checkpoint | None = None
+        self.asked: list[Asked] = []
+        self.saved: Saved | None = None
+        self.resumed_step: int | None = None
+        self._objects: dict[str, Any] = {}
+        self._came_from = ""
+        self._saver: Saver | None = None
+        prepared.ready = self._ready
+        prepared.stop_wanted = lambda: member is not None and member.stop_requested
+        self.machine.following = lambda: trail.following
+        self.machine.before_change = self._before_change
+        self.machine.at_commit.append(self._committed)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> str:
+        """Where this run's checkpoints lie."""
+        if self.strategy.checkpoint_dir:
+            return f"{self.strategy.checkpoint_dir.rstrip('/')}/{self.place.run}"
+        folder = self.place.run_dir or env.runs_dir() / self.place.run
+        return str(folder / "checkpoints")
+
+    @property
+    def saver(self) -> Saver:
+        if self._saver is None:
+            rank, size = self.world.rank, self.world.size
+            meeting = MemberMeeting(self.member, rank, size) if self.member is not None else alone()
+            self._saver = Saver(self.target, rank, size, meeting, self.emit, keep=self.strategy.keep)
+        return self._saver
+
+    def _before_change(self) -> None:
+        if self._saver is not None:
+            self._saver.before_change()
+
+    def checkpoint(self) -> Any:
+        """run.checkpoint(): now, or once the step that is under way is committed."""
+        mark = self.trail.path[-1].body[-1]
+        if self.machine.clean:
+            return self._save(mark)
+        asked = Asked(self, self.machine.counters.global_step + 1)
+        self.asked.append(asked)
+        return asked
+
+    def past(self) -> Past:
+        """For a script on its way back."""
+        return Past(self.resumed_step or 0, self._came_from)
+
+    def _committed(self, loop: Any) -> None:
+        """The last step is final, and `loop` is about to go on (or is over)."""
+        step = self.machine.counters.global_step
+        every = self.strategy.checkpoint_every
+        if self.stopping and not loop.abandoned:
+            self.leave(loop.mark)
+        elif self.asked or (every and step and step % every == 0):
+            self._save(loop.mark)
+
+    def _save(self, mark: Mark) -> Checkpoint:
+        """Begins a checkpoint that is come back to at `mark`; one of the same step is enough."""
+        step = self.machine.counters.global_step
+        if self.last is None or self.last.step != step or self.last.state == "failed":
+            if self.machine.committed:
+                for loader in self.machine.loaders:
+                    loader.mark()
+            objects = self.whole.objects()  # loops note their places
+            objects["trail"] = self.trail.saved(mark)
+            self.last = self.saver.save(step, self.whole.holdings(), objects, self._about())
+        for asked in self.asked:
+            asked.checkpoint = self.last
+        self.asked = []
+        return self.last
+
+    def _about(self) -> dict[str, Any]:
+        counters = self.machine.counters
+        return {
+            "run": self.place.run,
+            "strategy": str(self.strategy),
+            "workers": self.world.size,
+            "epoch": counters.epoch,
+            "torch": torch.__version__,
+        }
+
+    def close(self) -> None:
+        """Waits for what is still being written."""
+        if self._saver is not None:
+            self._saver.finish(Deadline.after(CLOSE_S))
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    @property
+    def stopping(self) -> bool:
+        """Every rank knows at the same step that the run is to stop."""
+        return any(sync.stop_seen for sync in self.machine.syncs)
+
+    def pause(self, kind: str) -> None:
+        """Before a call of the script: leaves here if the run is to stop."""
+        if self.stopping and self.machine.clean:
+            self.leave(self.trail.at(kind))
+
+    def leave(self, mark: Mark) -> None:
+        """Saves, waits until it is complete, and ends this process with 75."""
+        grace_s = float(self.description.get("grace_s", 30.0))
+        checkpoint = self._save(mark)
+        checkpoint.wait(Deadline.after(grace_s))
+        raise Preempted(PREEMPTED)
+
+    # -- coming back ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """At the start: --resume finds its checkpoint."""
+        asked = self.description.get("resume")
+        if asked:
+            self._open(asked["source"], must=asked["must"])
+
+    def resume(self, source: str | Path | None) -> int | None:
+        """run.resume(): the step at which it goes on, None when there is nothing to go on from."""
+        if self.resumed_step is None:
+            if self.trail.root.body:
+                raise LoopError(
+                    f"run.resume was called after the script had begun ({self.trail.root.body[0].kind})",
+                    remedy="Call it before the first loop, right after prepare, or start with --resume.",
+                )
+            self._open(str(source) if source is not None else "", must=source is not None)
+        elif source is not None:
+            raise UsageError(
+                f"this run was resumed already, at step {self.resumed_step}",
+                remedy="Leave out --resume or the source of run.resume().",
+            )
+        return self.resumed_step
+
+    def _open(self, source: str, must: bool) -> None:
+        path, notes = self._agree(source)
+        for note in notes if self.world.rank == 0 else []:
+            self.emit(Warned(rank=0, message=note))
+        if not path:
+            if must:
+                raise CheckpointError(
+                    f"there is no complete checkpoint in {source}",
+                    remedy="Start without --resume, or name another run or checkpoint folder.",
+                )
+            return
+        self.saved, self._came_from = load.open_saved(path), path
+        self._objects = self.saved.objects(self.world.rank)
+        self.resumed_step = self.machine.counters.global_step = self._objects["step"]
+        self.machine.step_before = self.resumed_step
+        self.trail.follow(self._objects["trail"])
+        for kind, count in self._prepared_so_far():
+            for index in range(count):
+                self._ready(kind, index)
+
+    def _prepared_so_far(self) -> list[tuple[str, int]]:
+        prepared = self.prepared
+        return [
+            ("model", len(prepared.models)),
+            ("optimizer", len(self.machine.optimizers)),
+            ("scheduler", len(prepared.schedulers)),
+            ("scaler", len(prepared.scalers)),
+            ("tracked", len(prepared.tracked)),
+        ]
+
+    def _agree(self, source: str) -> tuple[str, list[str]]:
+        """The checkpoint to go on from and what rank 0 has to say about newer ones: rank 0 looks, the others hear."""
+        if self.member is None:
+            return self._find(source)
+        key = f"resume/{source}"
+        if self.world.rank == 0:
+            try:
+                found = json.dumps({"found": self._find(source)})
+            except CheckpointError as error:
+                found = json.dumps({"error": error.message, "remedy": error.remedy})
+            self.member.call("store.set", Deadline.after(FIND_S), key=key, value=found.encode())
+        else:
+            wire = self.member.dial()
+            try:
+                value = wire.call(
+                    "store.get", Deadline.after(FIND_S), key=key, timeout_s=FIND_S, term=self.member.term
+                )
+            finally:
+                wire.close()
+            found = bytes(value).decode()
+        answer = json.loads(found)
+        if "error" in answer:
+            raise CheckpointError(answer["error"], remedy=answer["remedy"])
+        return answer["found"][0], answer["found"][1]
+
+    def _find(self, source: str) -> tuple[str, list[str]]:
+        """A source is a checkpoint, a folder or URL of checkpoints, a run's folder or name; "" is this run's own."""
+        where = source or self.target
+        notes: list[str] = []
+        for place in self._places(where):
+            if load.is_checkpoint(place):
+                return place, notes
+            saved, incomplete = load.latest(place)
+            notes += incomplete
+            if saved is not None:
+                tail = f"; going on from step {saved.step}" if incomplete else ""
+                return str(saved.path), [note + tail for note in notes]
+        return "", notes
+
+    def _places(self, where: str) -> list[str]:
+        if "://" in where:
+            return [where, f"{where.rstrip('/')}/{self.place.run}"]
+        path = Path(where)
+        named = env.runs_dir() / where
+        found = [str(path), str(path / "checkpoints")]
+        if not path.exists() and named.exists():
+            found = [str(named), str(named / "checkpoints")]
+        if self.strategy.checkpoint_dir:
+            found.append(f"{self.strategy.checkpoint_dir.rstrip('/')}/{path.name}")
+        return found
+
+    def _ready(self, kind: str, index: int) -> None:
+        """An object was prepared: a resumed run gives it its state at once, and once more at the place."""
+        if self.saved is not None:
+            self.whole.restore_one(self.saved, self._objects, kind, index)
+
+    def arrive(self) -> None:
+        """The script is where the run was left: everything is as it was then."""
+        saved, self.saved = self.saved, None
+        assert saved is not None
+        self.whole.restore(saved, self._objects)
+        machine = self.machine
+        machine.counters.samples = self._samples(saved)
+        machine.committed, machine.iteration_lost = True, False
+        self.last = None
+        if self.world.rank == 0:
+            epochs = [feed.epochs for feed in self.prepared.feeds]
+            self.emit(
+                Resumed(
+                    rank=0,
+                    step=saved.step,
+                    path=str(saved.path),
+                    saved_by=saved.world_size,
+                    epoch=max(0, max(epochs, default=1) - 1),
+                )
+            )
+        self._objects = {}
+
+    def _samples(self, saved: Saved) -> int:
+        if saved.world_size == self.world.size:
+            return int(self._objects["samples"])
+        if self.world.rank:
+            return 0
+        return sum(int(saved.objects(rank)["samples"]) for rank in range(saved.world_size))
+
+    def check_arrived(self) -> None:
+        """At the script's end: was the place ever reached?"""
+        if self.trail.following:
+            raise LoopError(
+                f"the script ended before it came to the place at which the run was left: {self.trail.place()} "
+                f"(step {self.resumed_step})",
+                remedy="A resumed run needs the same script and arguments.",
+            )

@@ -1,0 +1,50 @@
+"""Stopping a run in good order: asked once, it has a time in which to end with a checkpoint. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from echelon.launch.asked import Stop
+from echelon.launch.blame import Exit
+
+PREEMPTED = 75
+TERMINATED = 143
+
+
+@dataclass
+class Preemption:
+    """A request to stop: since when, for how long at most, and why."""
+
+    since: float
+    grace_s: float
+    reason: str
+    path: str = ""
+    """The last complete checkpoint that was heard of, "" when there is none."""
+
+    def is_order(self, end: Exit) -> bool:
+        """Did this worker end because it was asked to?"""
+        return end.code == PREEMPTED
+
+    def verdict(self, exits: Mapping[int, Exit], num_workers: int, now: float, again: str) -> Stop | None:
+        """How the run ends, or None while there is time; `again` is the command that goes on.
+
+        A worker that came to its own end meanwhile is no failure: then the run was simply over.
+        """
+        saved = (
+            f"The last complete checkpoint: {self.path}" if self.path else "There is no complete checkpoint."
+        )
+        if len(exits) == num_workers and any(self.is_order(end) for end in exits.values()):
+            return Stop(
+                PREEMPTED,
+                f"stopped in good order ({self.reason})",
+                (f"checkpoint  {self.path}", f"go on with  {again}"),
+            )
+        if now - self.since > self.grace_s:
+            words = (saved, "Give it more time with --grace-s, or save more often: --set checkpoint_every=N.")
+            return Stop(
+                TERMINATED,
+                f"ended, because no checkpoint was complete within {self.grace_s:g} s ({self.reason})",
+                words,
+            )
+        return None

@@ -1,0 +1,292 @@
+"""All of a run's state: tensors by (parameter's name, slot) for whoever saves them, everything else as plain data.
+
+Names are the user's own; a second model's begin with `model1/`. Slots: "value" for weights and buffers, "ema", and for an
+optimizer's state its index and key ("optimizer0.exp_avg").
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.checkpoint.holding import Holding
+from echelon.checkpoint.load import Saved
+from echelon.data import randomness
+from echelon.errors import CheckpointError
+from echelon.mesh.layout import Key, Span
+from echelon.prepare import model as models
+from echelon.prepared import Prepared
+
+
+_PREFIXED = re.compile(r"(model|optimizer)\d+/")
+
+
+class Whole:
+    """Reads and writes the state of everything prepared. Restoring is exact: the same bits at any number of workers."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared, self.machine, self.world = prepared, prepared.machine, prepared.world
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def _params(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
+        """(name, its model, parameter), each parameter once."""
+        seen: set[int] = set()
+        for i, model in enumerate(self.prepared.models):
+            prefix = f"model{i}/" if i else ""
+            names = models.names(model)
+            for param in model.parameters():
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield prefix + names.get(id(param), "?"), model, param
+
+    def _buffers(self, model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+        """(name, buffer, is it part of the state dict)."""
+        index = self.prepared.models.index(model)
+        prefix = f"model{index}/" if index else ""
+        plain = models.unwrapped(model)
+        kept = set(plain.state_dict(keep_vars=True))
+        for name, buffer in plain.named_buffers():
+            yield prefix + models.plain_name(name), buffer, name in kept
+
+    def _names(self) -> dict[int, str]:
+        return {id(param): name for name, _, param in self._params()}
+
+    def _optimizer_names(self, index: int) -> list[list[str]]:
+        """The names of each group's parameters."""
+        known = self._names()
+        groups = self.machine.optimizers[index].optimizer.param_groups
+        return [
+            [known.get(id(p), f"optimizer{index}/group{g}/{n}") for n, p in enumerate(group["params"])]
+            for g, group in enumerate(groups)
+        ]
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def holdings(self) -> list[Holding]:
+        """Every tensor. Weights and optimizer state rest until the next step; buffers change in forward."""
+        found = [self._hold(Key(name), param) for name, _, param in self._params()]
+        for model in self.prepared.models:
+            if self.world.rank == 0:
+                buffers = self._buffers(model)
+                found += [self._hold(Key(name), buffer, settled=False) for name, buffer, _ in buffers]
+            average = self.prepared.averages.get(id(model))
+            if average is not None:
+                names = self._names()
+                pairs = zip(average.live, average.shadow, strict=True)
+                found += [self._hold(Key(names[id(live)], "ema"), shadow) for live, shadow in pairs]
+        seen = {holding.key for holding in found}
+        for i, prepared in enumerate(self.machine.optimizers):
+            optimizer = prepared.optimizer
+            for group, names in zip(optimizer.param_groups, self._optimizer_names(i), strict=True):
+                for name, param in zip(names, group["params"], strict=True):
+                    if Key(name) not in seen:  # a parameter of no prepared model
+                        found.append(self._hold(Key(name), param))
+                    for slot, value in optimizer.state.get(param, {}).items():
+                        if isinstance(value, Tensor):
+                            found.append(self._hold(Key(name, f"optimizer{i}.{slot}"), value))
+        return found
+
+    def _hold(self, key: Key, tensor: Tensor, settled: bool = True) -> Holding:
+        copies = tuple(range(self.world.size)) if settled else (0,)
+        return Holding(key, tensor.detach(), Span.whole(tuple(tensor.shape)), copies, settled)
+
+    def objects(self) -> dict[str, Any]:
+        """Everything else, as plain data."""
+        own_buffers = {}
+        if not self.prepared.strategy.sync_batchnorm and self.world.rank:
+            for model in self.prepared.models:
+                own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
+        return {
+            "optimizers": [self._optimizer_objects(i) for i in range(len(self.machine.optimizers))],
+            "schedulers": [scheduler.state_dict() for scheduler in self.prepared.schedulers],
+            "scalers": [scaler.state_dict() for scaler in self.prepared.scalers],
+            "tracked": [obj.state_dict() for obj in self.prepared.tracked],
+            "extra": [_extra_state(model) for model in self.prepared.models],
+            "feeds": [feed.saved() for feed in self.prepared.feeds],
+            "layouts": [sync.layout() for sync in self.machine.syncs],
+            "buffers": own_buffers,
+            "random": randomness.packed(randomness.capture(self.world.device.type == "cuda")),
+            "step": self.machine.counters.global_step,
+            "samples": self.machine.counters.samples,
+        }
+
+    def _optimizer_objects(self, index: int) -> dict[str, Any]:
+        optimizer = self.machine.optimizers[index].optimizer
+        names = self._optimizer_names(index)
+        groups, state = [], {}
+        for group, mine in zip(optimizer.param_groups, names, strict=True):
+            groups.append({key: value for key, value in group.items() if key != "params"})
+            for name, param in zip(mine, group["params"], strict=True):
+                rest = {k: v for k, v in optimizer.state.get(param, {}).items() if not isinstance(v, Tensor)}
+                if rest:
+                    state[name] = rest
+        return {"groups": groups, "names": names, "state": state}
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def restore(self, saved: Saved, objects: dict[str, Any]) -> None:
+        """Everything there is, at the place where the run was left."""
+        for i in range(len(self.prepared.models)):
+            self.restore_one(saved, objects, "model", i)
+        for i in range(len(self.machine.optimizers)):
+            self.restore_one(saved, objects, "optimizer", i)
+        for kind in ("scheduler", "scaler", "tracked"):
+            for i in range(len(self._of(kind))):
+                self.restore_one(saved, objects, kind, i)
+        for feed, record in zip(self.prepared.feeds, objects["feeds"], strict=False):
+            feed.restore(record)
+        if saved.world_size == self.world.size:
+            for sync, layout in zip(self.machine.syncs, objects["layouts"], strict=False):
+                sync.lay(layout)
+        self._restore_random(saved, objects)
+
+    def _of(self, kind: str) -> list[Any]:
+        kinds = {"scheduler": self.prepared.schedulers, "scaler": self.prepared.scalers}
+        return kinds.get(kind, self.prepared.tracked)
+
+    def restore_one(self, saved: Saved, objects: dict[str, Any], kind: str, index: int) -> None:
+        """One object, as it is prepared."""
+        if kind == "model":
+            self._restore_model(saved, objects, self.prepared.models[index], index)
+            return
+        records = objects[{"tracked": "tracked"}.get(kind, kind + "s")]
+        if index >= len(records):
+            return  # the run was left before the script prepared it
+        if kind == "optimizer":
+            self._restore_optimizer(saved, records[index], index)
+            return
+        try:
+            self._of(kind)[index].load_state_dict(records[index])
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{kind} {index} does not take its state of the checkpoint {saved.path}: {type(error).__name__}: {error}",
+                remedy="Prepare and track the same objects in the same order as in the run that is resumed.",
+            ) from error
+
+    def _restore_model(self, saved: Saved, objects: dict[str, Any], model: nn.Module, index: int) -> None:
+        here = set(saved.keys())
+        if index >= len(objects["extra"]):
+            return
+        average = self.prepared.averages.get(id(model))
+        shadows = {id(p): s for p, s in zip(average.live, average.shadow, strict=True)} if average else {}
+        wanted: set[str] = set()
+        for name, owner, param in self._params():
+            if owner is model:
+                wanted.add(name)
+                self._read(saved, here, Key(name), param)
+                if id(param) in shadows and Key(name, "ema") in here:
+                    saved.read(Key(name, "ema"), shadows[id(param)])
+        for name, buffer, kept in self._buffers(model):
+            wanted.add(name)
+            if kept or (Key(name) in here and saved.shape(Key(name)) == tuple(buffer.shape)):
+                self._read(saved, here, Key(name), buffer)
+            if name in objects["buffers"] and saved.world_size == self.world.size:
+                buffer.copy_(objects["buffers"][name])
+        self._refuse_more(here, wanted, index)
+        if objects["extra"][index]:
+            models.unwrapped(model).load_state_dict(objects["extra"][index], strict=False)
+
+    def _read(self, saved: Saved, here: set[Key], key: Key, out: Tensor) -> None:
+        if key not in here:
+            near = difflib.get_close_matches(key.name, [k.name for k in here if k.slot == key.slot], n=1)
+            raise CheckpointError(
+                f"the checkpoint {saved.path} has no tensor `{key.name}`, which this model has",
+                remedy=(f"The nearest it has is `{near[0]}`. " if near else "")
+                + "Resume with the model that was saved; for another one load a run.save file by hand.",
+            )
+        with torch.no_grad():
+            saved.read(key, out.detach())
+
+    def _refuse_more(self, here: set[Key], wanted: set[str], index: int) -> None:
+        """Weights that would be lost without a word."""
+        prefix = f"model{index}/" if index else ""
+        values = {k.name for k in here if k.slot == "value"}
+        mine = (
+            {n for n in values if n.startswith(prefix)}
+            if index
+            else {n for n in values if not _PREFIXED.match(n)}
+        )
+        more = sorted(mine - wanted)
+        if more:
+            raise CheckpointError(
+                f"the checkpoint holds `{more[0]}`"
+                + (f" and {len(more) - 1} more tensors" if len(more) > 1 else "")
+                + ", which this model lacks",
+                remedy="Resume with the model that was saved; for another one load a run.save file by hand.",
+            )
+
+    def _restore_optimizer(self, saved: Saved, record: dict[str, Any], index: int) -> None:
+        optimizer = self.machine.optimizers[index].optimizer
+        names = self._optimizer_names(index)
+        if names != record["names"]:
+            raise CheckpointError(
+                f"optimizer {index} {_difference(names, record['names'])}",
+                remedy="Prepare the same optimizer over the same parameters as in the run that is resumed.",
+            )
+        slots: dict[str, list[Key]] = {}
+        for key in saved.keys():
+            if key.slot.startswith(f"optimizer{index}."):
+                slots.setdefault(key.name, []).append(key)
+        here = set(saved.keys())
+        for group, mine, kept in zip(optimizer.param_groups, names, record["groups"], strict=True):
+            for name, param in zip(mine, group["params"], strict=True):
+                if name.startswith("optimizer"):
+                    self._read(saved, here, Key(name), param)
+                state = dict(record["state"].get(name, {}))
+                for key in slots.get(name, ()):
+                    slot = key.slot.partition(".")[2]
+                    state[slot] = _slot(saved, key, param, group, optimizer.state.get(param, {}).get(slot))
+                if state:
+                    optimizer.state[param] = state
+                elif param in optimizer.state:
+                    del optimizer.state[param]
+            for key_, value in kept.items():
+                if isinstance(group.get(key_), Tensor) and isinstance(value, Tensor):
+                    group[key_].copy_(value)
+                else:
+                    group[key_] = value
+
+    def _restore_random(self, saved: Saved, objects: dict[str, Any]) -> None:
+        """Each rank's own; a rank that was not there takes rank 0's, and numbers of its own for dropout."""
+        cuda = self.world.device.type == "cuda"
+        state = randomness.unpacked(objects["random"])
+        randomness.restore(state if cuda else randomness.without_cuda(state))
+        if self.world.rank >= saved.world_size:
+            seed = self.prepared.strategy.seed
+            torch.manual_seed(randomness.mix(seed, self.world.rank, saved.step, "dropout"))
+
+
+def _slot(saved: Saved, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:
+    """A tensor of an optimizer's state, in its old memory if there is any."""
+    shape, dtype = saved.shape(key), saved.dtype(key)
+    on_cpu = key.slot.endswith(".step") and not (group.get("capturable") or group.get("fused"))
+    if isinstance(there, Tensor) and there.shape == shape and there.dtype == dtype:
+        out = there
+    elif shape == tuple(param.shape):
+        out = torch.empty_like(param, dtype=dtype)
+    else:
+        out = torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else param.device)
+    with torch.no_grad():
+        saved.read(key, out.detach())
+    return out
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    plain = models.unwrapped(model)
+    return {key: value for key, value in plain.state_dict().items() if key.endswith("_extra_state")}
+
+
+def _difference(here: list[list[str]], there: list[list[str]]) -> str:
+    if len(here) != len(there):
+        return f"has {len(here)} parameter groups here and {len(there)} in the checkpoint"
+    mine, saved = [n for g in here for n in g], [n for g in there for n in g]
+    for a, b in zip(mine, saved, strict=False):
+        if a != b:
+            return f"steps `{a}` where the checkpoint has `{b}`"
+    return f"steps {len(mine)} parameters here and {len(saved)} in the checkpoint"
