@@ -8,6 +8,7 @@
     ├── PeerLost             a peer is gone and the policy says stop: always a consequence, never the cause
     ├── PhaseFailed          the body of a named phase failed on rank 0: a consequence as well
     ├── LoopError            ranks are no longer at the same place of the script
+    ├── CheckpointError      a checkpoint that cannot be written, or is not one that can be read
     └── WireError            a frame that is too long, torn, out of order or not ours
 
 Each carries what a person asks next: which rank, which step, which peers, and what to do.
@@ -61,6 +62,10 @@ class PhaseFailed(EchelonError):
 
 
 class LoopError(EchelonError):
+    pass
+
+
+class CheckpointError(EchelonError):
     pass
 
 

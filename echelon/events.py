@@ -174,6 +174,28 @@ class PhaseChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is complete. Seconds are those of the slowest rank; `stall_s` is how long training waited for it."""
+
+    step: int
+    path: str
+    num_bytes: int
+    copy_s: float
+    write_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written on all ranks: nothing of it counts. `kept` is the newest complete one, or ""."""
+
+    step: int
+    path: str
+    reason: str
+    kept: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """A self-check found something that changes the answer."""
 

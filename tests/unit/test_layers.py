@@ -21,17 +21,29 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "env", "strategy", "events", "faults"),
     ("mesh",),
     ("comm", "control"),
-    ("data", "elastic"),
+    ("data", "elastic", "checkpoint"),
     ("parallel",),
     ("prepare", "loop", "step", "facts", "build", "run", "failure", "role"),
     ("launch", "show", "start", "cli", "__main__"),
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
-ENGINES = ("data", "elastic")
+ENGINES = ("data", "elastic", "checkpoint")
 """Layer 3: they meet only through layers 1 and 2, so they do not know each other."""
 
-NEEDS_TORCH = ("comm", "data", "parallel", "prepare", "loop", "step", "facts", "build", "run", "start")
+NEEDS_TORCH = (
+    "comm",
+    "data",
+    "checkpoint",
+    "parallel",
+    "prepare",
+    "loop",
+    "step",
+    "facts",
+    "build",
+    "run",
+    "start",
+)
 """Everything else imports with torch blocked, so that launcher and command line start in milliseconds."""
 
 MAX_MODULE_LINES = 400
