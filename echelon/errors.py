@@ -37,6 +37,13 @@ class EchelonError(Exception):
         super().__init__(message if not remedy else f"{message}\n  {remedy}")
 
 
+PREEMPTED = 75
+
+
+class Preempted(SystemExit):
+    """No error: the script ends here because the run was asked to stop, with a complete checkpoint (exit 75)."""
+
+
 class StrategyError(EchelonError):
     exit_code = 2
 

@@ -8,6 +8,7 @@ step, save there, and leave with exit code 75.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,38 +24,46 @@ from echelon.checkpoint.saver import Checkpoint, Saver
 from echelon.clock import Deadline
 from echelon.control.member import Member
 from echelon.env import Place
-from echelon.errors import CheckpointError, LoopError, UsageError
+from echelon.errors import PREEMPTED, CheckpointError, LoopError, Preempted, UsageError
 from echelon.events import Resumed, Sink, Warned
 from echelon.prepare.trail import Mark, Trail
-from echelon.prepare.whole import Whole
 from echelon.prepared import Prepared
 from echelon.strategy import Strategy
+from echelon.whole import Whole
 
-PREEMPTED = 75
+_STEP = re.compile(r"step-\d+/?$")
 CLOSE_S = 600.0
 FIND_S = 120.0
 
 
-class Preempted(SystemExit):
-    """The script ends here, with a complete checkpoint; `finally` and atexit run as usual."""
-
-
 class Asked:
-    """What run.checkpoint() gives when it is called in mid-step: the checkpoint follows once the step is committed."""
+    """What run.checkpoint() gives in the body of a loop: it is taken at the iteration's end, so that what the script still
+    does in it (a scheduler's step) is in it. wait() takes it at once."""
 
-    def __init__(self, keeping: Keeping, step: int) -> None:
-        self._keeping, self.step = keeping, step
+    def __init__(self, keeping: Keeping, step: int, path: str) -> None:
+        self._keeping, self.step, self.path = keeping, step, path
         self.checkpoint: Checkpoint | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        if self.checkpoint is None and name == "state":
-            return "waiting"
+    @property
+    def state(self) -> str:
+        """waiting | copying | writing | complete | failed"""
+        return self.checkpoint.state if self.checkpoint is not None else "waiting"
+
+    @property
+    def error(self) -> str:
+        return self.checkpoint.error if self.checkpoint is not None else ""
+
+    def wait(self, deadline: Deadline | None = None) -> Asked:
+        """Blocks until it is complete; CheckpointError when it failed."""
+        if self.checkpoint is None:
+            self._keeping.now()
         if self.checkpoint is None:
             raise UsageError(
-                "the checkpoint that was asked for in the middle of a step has not begun yet",
-                remedy="Call run.checkpoint() after optimizer.step() to have it at once.",
+                "the checkpoint that was asked for in the middle of a step cannot be waited for before the step",
+                remedy="Call run.checkpoint() after optimizer.step().",
             )
-        return getattr(self.checkpoint, name)
+        self.checkpoint.wait(deadline)
+        return self
 
 
 @dataclass(frozen=True)
@@ -123,13 +132,18 @@ class Keeping:
             self._saver.before_change()
 
     def checkpoint(self) -> Any:
-        """run.checkpoint(): now, or once the step that is under way is committed."""
-        mark = self.trail.path[-1].body[-1]
-        if self.machine.clean:
-            return self._save(mark)
-        asked = Asked(self, self.machine.counters.global_step + 1)
+        """run.checkpoint(): now, or at the end of the iteration."""
+        if self.trail.loop is None and self.machine.clean:
+            return self._save(self.trail.path[-1].body[-1])
+        step = self.machine.counters.global_step + (0 if self.machine.clean else 1)
+        asked = Asked(self, step, f"{self.target}/step-{step:08d}")
         self.asked.append(asked)
         return asked
+
+    def now(self) -> None:
+        """Takes the checkpoint that was asked for in the body of a loop, as if the iteration ended here."""
+        if self.machine.clean and self.trail.loop is not None:
+            self._save(self.trail.loop)
 
     def past(self) -> Past:
         """For a script on its way back."""
@@ -151,8 +165,9 @@ class Keeping:
             if self.machine.committed:
                 for loader in self.machine.loaders:
                     loader.mark()
+            self.trail.leave_at(mark)
             objects = self.whole.objects()  # loops note their places
-            objects["trail"] = self.trail.saved(mark)
+            objects["trail"] = self.trail.saved()
             self.last = self.saver.save(step, self.whole.holdings(), objects, self._about())
         for asked in self.asked:
             asked.checkpoint = self.last
@@ -189,8 +204,8 @@ class Keeping:
     def leave(self, mark: Mark) -> None:
         """Saves, waits until it is complete, and ends this process with 75."""
         grace_s = float(self.description.get("grace_s", 30.0))
-        checkpoint = self._save(mark)
-        checkpoint.wait(Deadline.after(grace_s))
+        self._save(mark).wait(Deadline.after(grace_s))
+        self.saver.finish(Deadline.after(grace_s))
         raise Preempted(PREEMPTED)
 
     # -- coming back ---------------------------------------------------------------------------------------------
@@ -277,8 +292,8 @@ class Keeping:
         where = source or self.target
         notes: list[str] = []
         for place in self._places(where):
-            if load.is_checkpoint(place):
-                return place, notes
+            if _STEP.search(place) or Path(place).is_file():
+                return str(load.open_saved(place).path), notes  # or says what is wrong with it
             saved, incomplete = load.latest(place)
             notes += incomplete
             if saved is not None:

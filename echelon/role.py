@@ -24,12 +24,11 @@ from echelon import env
 from echelon.clock import Deadline
 from echelon.control import member
 from echelon.control.terminated import Terminated
-from echelon.errors import EchelonError, UsageError
+from echelon.errors import PREEMPTED, EchelonError, Preempted, UsageError
 from echelon.events import Left
 
 JOIN_S = 60.0
 LEAVE_S = 2.0
-PREEMPTED = 75
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -88,11 +87,6 @@ class Ending:
             reason = f"SIGTERM to worker {where.rank} on {where.host} (pid {os.getpid()})"
             self.mine.call("stop", Deadline.after(LEAVE_S), reason=reason)
 
-    def preempted(self) -> None:
-        """The script was stopped in good order: no failure, and no success either."""
-        self.done()
-        self.code = PREEMPTED
-
     def failed(self, error: BaseException, code: int) -> None:
         """Tells at once: the others must not wait for this one."""
         from echelon import failure
@@ -115,9 +109,10 @@ class Ending:
         self.step = told.step
         self._leave()
 
-    def done(self) -> None:
-        """The script came to its end; threads and atexit handlers of its own may still speak."""
-        if self.mine.at_end is not None and self.code == 0:
+    def done(self, code: int) -> None:
+        """The script came to its end, or was stopped in good order; threads and atexit handlers of its own may still speak."""
+        self.code = code
+        if self.mine.at_end is not None and code == 0:
             self.mine.at_end()
         self.step = _step(self.mine)
         if self.mine.report is not None:
@@ -148,24 +143,22 @@ def work(script: Sequence[str], ending: Ending) -> NoReturn:
     """Runs the script to its end and says how it ended. atexit handlers run after that, as in plain python."""
     from echelon.failure import exit_code
 
+    code = 0
     try:
         try:
             _run(list(script))
         except SystemExit as leaving:
-            if type(leaving).__name__ == "Preempted" and leaving.code == PREEMPTED:
-                ending.preempted()
-                _flush()
-                sys.exit(PREEMPTED)
-            if exit_code(leaving) != 0:
+            code = exit_code(leaving)
+            if code != 0 and not isinstance(leaving, Preempted):
                 raise
-        ending.done()
+        ending.done(code)
     except BaseException as error:  # the script's, or our own at its end
         code = exit_code(error)
         _flush()
         ending.failed(error, code)
         sys.exit(code)
     _flush()
-    sys.exit(0)
+    sys.exit(code)
 
 
 def _run(script: list[str]) -> None:

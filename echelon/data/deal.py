@@ -74,8 +74,11 @@ class Position:
         return Position(self.start + group) if micro.last else Position(self.start, self.into + 1)
 
 
+BEGINNING = Position()
+
+
 def micros(
-    batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, position: Position = Position()
+    batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, position: Position = BEGINNING
 ) -> Iterator[Micro]:
     """The micro-steps of an epoch from `position` on, in order. The last group may be incomplete and still ends with
     last=True."""

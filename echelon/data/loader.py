@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from echelon.control.terminated import spare_this_process
 from echelon.data import order
-from echelon.data.deal import Cut, Micro, Position, micros
+from echelon.data.deal import BEGINNING, Cut, Micro, Position, micros
 from echelon.data.randomness import capture, mix, restore, seed_cpu
 from echelon.env import place
 
@@ -169,8 +169,11 @@ class WorkerInit:
 class Place:
     """Where an epoch goes on after a checkpoint. `source` is what the source of the parts itself must be put back to."""
 
-    position: Position = Position()
+    position: Position = BEGINNING
     source: Any = None
+
+
+START = Place()
 
 
 class MapParts:
@@ -200,7 +203,7 @@ class MapParts:
             persistent_workers=loader.persistent_workers,
         )
 
-    def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = Place()) -> Iterator[Part]:
+    def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = START) -> Iterator[Part]:
         """This rank's parts of one epoch from `place` on, after those of `again`."""
         generators = order.generators(self.user)
         for generator, state in zip(generators, place.source or (), strict=False):

@@ -22,7 +22,7 @@ from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost
 from echelon.data import tree
 from echelon.data.deal import Cut, Micro, Position, part
-from echelon.data.loader import Part, Place, WorkerInit
+from echelon.data.loader import START, Part, Place, WorkerInit
 from echelon.data.randomness import Stream, mix
 from echelon.errors import PeerLost, UsageError
 
@@ -139,7 +139,7 @@ class StreamParts:
         """What a Place needs to come back to `position`; without a state the stream is read again up to there."""
         return {"workers": self.cut.size, "sharded": self.sharded, "state": self.states.get(position.start)}
 
-    def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = Place()) -> Iterator[Part]:
+    def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = START) -> Iterator[Part]:
         """This rank's parts of one epoch from `place` on, after those of `again`."""
         self.again.extend(again)
         self.states, behind = {}, place.position.start

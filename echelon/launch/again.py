@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon import env
 from echelon.errors import UsageError
 from echelon.launch import rundir
 from echelon.launch.local import Job
@@ -52,7 +53,7 @@ def choose(asked: str | None, job: Job, name: str | None, run_dir: Path | None) 
 
 
 def _existing(name: str | None, run_dir: Path | None) -> RunDir | None:
-    path = run_dir if run_dir is not None else rundir.env.runs_dir() / name if name is not None else None
+    path = run_dir if run_dir is not None else env.runs_dir() / name if name is not None else None
     return RunDir(path.resolve()) if path is not None and (path / "run.json").exists() else None
 
 
@@ -66,7 +67,7 @@ def _newest(job: Job) -> RunDir:
     if saved:
         return saved[-1]
     raise UsageError(
-        f"--resume: no run of {job.script} in {rundir.env.runs_dir()} has a complete checkpoint"
+        f"--resume: no run of {job.script} in {env.runs_dir()} has a complete checkpoint"
         + (f" ({len(mine)} run{'s' * (len(mine) != 1)} without one)" if mine else ""),
         remedy="Name a run, a checkpoint folder or a URL: --resume=RUN; or start without --resume.",
     )

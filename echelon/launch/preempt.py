@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from echelon.errors import PREEMPTED
 from echelon.launch.asked import Stop
 from echelon.launch.blame import Exit
 
-PREEMPTED = 75
 TERMINATED = 143
 
 

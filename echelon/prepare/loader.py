@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import asdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +91,7 @@ class Loop:
                 yield data
                 trail.between(self.mark)
                 if trail.following and saved is not None and saved.inside:
-                    trail.lost_way()
+                    trail.give_in() if saved.value["committed"] else trail.lost_way()
             whole = True
         finally:
             self.open = False
@@ -104,8 +104,7 @@ class Loop:
 
     def stand(self) -> None:
         """Writes into the mark where this loop is, for a checkpoint of now."""
-        inside = self.mark in self.feed.trail.path
-        position = self.before if inside else self.position
+        position = self.before if self.mark.inside else self.position
         self.mark.value = {
             "epoch": self.epoch,
             **asdict(position),

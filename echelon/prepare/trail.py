@@ -35,16 +35,18 @@ class Mark:
     inside: bool = False
     """Of a saved loop: the script was in its body, so its current item comes once more."""
 
+    optional: bool = False
+    """A script may come by or not, for reasons that nobody can follow."""
+
     def saved(self, inside: bool) -> dict[str, Any]:
         """Without what no one can come back to: the body counts only while the script is in it."""
         body = [mark.saved(mark.inside) for mark in self.body] if inside else []
         return {"kind": self.kind, "done": self.done, "here": self.here, "value": self.value, "body": body,
-                "inside": inside}  # fmt: skip
+                "inside": inside, "optional": self.optional}  # fmt: skip
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> Mark:
-        body = [cls.read(inner) for inner in record["body"]]
-        return cls(record["kind"], record["done"], record["here"], record["value"], body, record["inside"])
+        return cls(**record | {"body": [cls.read(inner) for inner in record["body"]]})
 
 
 class Trail:
@@ -65,15 +67,22 @@ class Trail:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def saved(self, here: Mark) -> list[dict[str, Any]]:
-        """The trail so far, ending at `here`, as plain data."""
+    def leave_at(self, here: Mark) -> None:
+        """The trail is about to be saved, ending at `here`: a loop in whose body the script is counts as in front of its
+        next item."""
+        path = self.path[: self.path.index(here)] if here in self.path else self.path
         for mark in self._all(self.root):
             mark.here = mark is here
-            mark.inside = mark in self.path
-        try:
-            return [mark.saved(mark.inside) for mark in self.root.body]
-        finally:
-            here.here = False
+            mark.inside = mark in path
+
+    def saved(self) -> list[dict[str, Any]]:
+        """The trail as plain data, after leave_at()."""
+        return [mark.saved(mark.inside) for mark in self.root.body]
+
+    @property
+    def loop(self) -> Mark | None:
+        """The innermost loop over a loader in whose body the script is."""
+        return next((mark for mark in reversed(self.path) if mark.kind.startswith("loop")), None)
 
     def _all(self, mark: Mark) -> list[Mark]:
         return [m for inner in mark.body for m in (inner, *self._all(inner))]
@@ -108,9 +117,15 @@ class Trail:
         return value
 
     def moment(self, kind: str) -> Mark | None:
-        """The script comes by something that returns nothing: its mark, or None when that was done already."""
+        """The script comes by something that returns nothing: its mark, or None when that was done already.
+
+        Whether it comes by may depend on the clock or the weather: on the way back moments may be missing or be new.
+        """
+        level = self.ahead[-1] if self.ahead is not None else None
+        if level is not None and [m.kind for m in level[len(self._body) :][:1]] != [kind]:
+            return None
         found = self._expected(kind)
-        mark = Mark(kind, done=True)
+        mark = Mark(kind, done=True, optional=True)
         self._body.append(mark)
         if found is None:
             return mark
@@ -180,6 +195,12 @@ class Trail:
         if self.ahead is None or self.ahead[-1] is None:
             return None
         saved, at = self.ahead[-1], len(self._body)
+        while at < len(saved) and saved[at].kind != kind and saved[at].optional:
+            self._body.append(saved[at])
+            if saved[at].here:
+                self._arrived()
+                return None
+            at += 1
         if at < len(saved) and saved[at].kind == kind:
             return saved[at]
         expected = f"there came {saved[at].kind}" if at < len(saved) else "nothing came any more"
@@ -199,6 +220,10 @@ class Trail:
             words.append(f"{mark.kind}{epoch}" if mark.kind != "epochs" else f"epoch {mark.value}")
             level = [] if mark.here else mark.body
         return " > ".join(words) or "the start"
+
+    def give_in(self) -> None:
+        """The script did not come to the place in this iteration, but nothing of it is left to do: go on behind it."""
+        self._arrived()
 
     def lost_way(self) -> NoReturn:
         """The script left the body in which the place is without coming to it."""

@@ -22,7 +22,6 @@ from echelon.mesh.layout import Key, Span
 from echelon.prepare import model as models
 from echelon.prepared import Prepared
 
-
 _PREFIXED = re.compile(r"(model|optimizer)\d+/")
 
 
@@ -83,8 +82,8 @@ class Whole:
         seen = {holding.key for holding in found}
         for i, prepared in enumerate(self.machine.optimizers):
             optimizer = prepared.optimizer
-            for group, names in zip(optimizer.param_groups, self._optimizer_names(i), strict=True):
-                for name, param in zip(names, group["params"], strict=True):
+            for group, mine in zip(optimizer.param_groups, self._optimizer_names(i), strict=True):
+                for name, param in zip(mine, group["params"], strict=True):
                     if Key(name) not in seen:  # a parameter of no prepared model
                         found.append(self._hold(Key(name), param))
                     for slot, value in optimizer.state.get(param, {}).items():
@@ -98,7 +97,7 @@ class Whole:
 
     def objects(self) -> dict[str, Any]:
         """Everything else, as plain data."""
-        own_buffers = {}
+        own_buffers: dict[str, Tensor] = {}
         if not self.prepared.strategy.sync_batchnorm and self.world.rank:
             for model in self.prepared.models:
                 own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
@@ -230,10 +229,10 @@ class Whole:
                 remedy="Prepare the same optimizer over the same parameters as in the run that is resumed.",
             )
         slots: dict[str, list[Key]] = {}
-        for key in saved.keys():
+        here = set(saved.keys())
+        for key in sorted(here, key=str):
             if key.slot.startswith(f"optimizer{index}."):
                 slots.setdefault(key.name, []).append(key)
-        here = set(saved.keys())
         for group, mine, kept in zip(optimizer.param_groups, names, record["groups"], strict=True):
             for name, param in zip(mine, group["params"], strict=True):
                 if name.startswith("optimizer"):
