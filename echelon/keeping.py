@@ -162,6 +162,8 @@ class Keeping:
         """Begins a checkpoint that is come back to at `mark`; one of the same step is enough."""
         step = self.machine.counters.global_step
         if self.last is None or self.last.step != step or self.last.state == "failed":
+            if self._saver is None:
+                self.prepared.adopt_loose_schedulers()
             if self.machine.committed:
                 for loader in self.machine.loaders:
                     loader.mark()
@@ -315,13 +317,17 @@ class Keeping:
 
     def _ready(self, kind: str, index: int) -> None:
         """An object was prepared: a resumed run gives it its state at once, and once more at the place."""
-        if self.saved is not None:
-            self.whole.restore_one(self.saved, self._objects, kind, index)
+        if self.saved is None:
+            return
+        if kind == "optimizer" and not self.whole.same_parameters(self._objects, index):
+            return  # the script may add groups on its way
+        self.whole.restore_one(self.saved, self._objects, kind, index)
 
     def arrive(self) -> None:
         """The script is where the run was left: everything is as it was then."""
         saved, self.saved = self.saved, None
         assert saved is not None
+        self.prepared.adopt_loose_schedulers()
         self.whole.restore(saved, self._objects)
         machine = self.machine
         machine.counters.samples = self._samples(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,17 @@ class Prepared:
             self.schedulers.append(scheduler)
             self.ready("scheduler", len(self.schedulers) - 1)
         return scheduler
+
+    def adopt_loose_schedulers(self) -> None:
+        """Schedulers of our optimizers that nobody prepared: a checkpoint without them would bring back other rates."""
+        mine = {id(o.optimizer) for o in self.machine.optimizers}
+        loose = [obj for obj in gc.get_objects() if issubclass(type(obj), SCHEDULERS)]
+        inner = {
+            id(s) for obj in loose for s in getattr(obj, "_schedulers", ())
+        }  # their state is in the outer one's
+        for scheduler in loose:
+            if id(getattr(scheduler, "optimizer", None)) in mine and id(scheduler) not in inner:
+                self._scheduler(scheduler)
 
     def _scaler(self, scaler: Any) -> Any:
         if not any(scaler is known for known in self.scalers):

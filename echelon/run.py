@@ -69,7 +69,7 @@ class Run:
             self.norms,
             self.trail,
             self._warn,
-            lambda x: float(self.reduce(x, "mean")),
+            lambda x: float(self.values.reduce(x, "mean", self.device)),
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
         self._num_phases = 0

@@ -220,6 +220,11 @@ class Whole:
                 remedy="Resume with the model that was saved; for another one load a run.save file by hand.",
             )
 
+    def same_parameters(self, objects: dict[str, Any], index: int) -> bool:
+        """Does optimizer `index` step what it stepped when the checkpoint was made?"""
+        records = objects["optimizers"]
+        return index >= len(records) or self._optimizer_names(index) == records[index]["names"]
+
     def _restore_optimizer(self, saved: Saved, record: dict[str, Any], index: int) -> None:
         optimizer = self.machine.optimizers[index].optimizer
         names = self._optimizer_names(index)

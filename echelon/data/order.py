@@ -65,6 +65,16 @@ def generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     return list(unique.values())
 
 
+def draws_at_once(loader: DataLoader[Any]) -> bool:
+    """Whether an epoch's order is drawn when it begins, so that later draws from the same generator are not its own."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if not _is_torchs(loader):
+        return False
+    return not isinstance(sampler, RandomSampler) or (
+        not sampler.replacement and sampler.num_samples <= len(sampler.data_source)  # type: ignore[arg-type]
+    )
+
+
 def pass_over(loader: DataLoader[Any], seed: int, epochs: range) -> None:
     """Runs a script's own sampler through epochs that were done in an earlier life: it may count them itself.
 

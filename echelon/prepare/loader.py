@@ -250,7 +250,8 @@ class Feed:
 
     def pass_over(self, epochs: int) -> None:
         """A script's own sampler goes through the epochs before this one, if it has not yet."""
-        order.pass_over(self.user, self.seed, range(self.passed, epochs))
+        if not self._parts.copies:  # a stream has no order
+            order.pass_over(self.user, self.seed, range(self.passed, epochs))
         self.passed = max(self.passed, epochs)
 
     @property
@@ -275,6 +276,7 @@ class Feed:
         opened = [loop for loop in self.loops if loop.open]
         if not opened:
             self.pass_over(record["epochs"])
+        if not opened or order.draws_at_once(self.user):
             for generator, state in zip(order.generators(self.user), record["generators"], strict=False):
                 generator.set_state(state)
         self.epochs = record["epochs"]

@@ -164,7 +164,10 @@ class Trail:
         mark.body = []
 
     def leave(self, mark: Mark) -> None:
-        """The loop is over."""
+        """The loop is over. Loops that were begun in its body and go on belong to whoever is around it."""
+        parent = self.path[self.path.index(mark) - 1] if mark in self.path else None
+        if parent is not None:
+            parent.body += [inner for inner in mark.body if not inner.done]
         self.between(mark)
         mark.done = True
 

@@ -30,7 +30,7 @@ def loop(run, kind="mlp", loader_options=None, hand=1, scaler=None, autocast=Fal
     if scaler:
         run.prepare(scaler)
     average = run.track(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))) if ema else None
-    noise = []
+    noise = [torch.zeros(0)]
     for _ in run.epochs(zoo.EPOCHS):
         for i, (x, y) in enumerate(loader):
             x = x.float() if autocast and x.is_floating_point() else x
@@ -153,4 +153,5 @@ def main():
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 
-main()
+if __name__ == "__main__":
+    main()
