@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -95,7 +96,8 @@ class LocalStore:
         path = self.root / name
         with self._explained("look at", path):
             try:
-                return path.stat().st_size
+                found = path.stat()
+                return found.st_size if stat.S_ISREG(found.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
