@@ -180,7 +180,8 @@ def latest(target: str | Path) -> tuple[Saved | None, list[str]]:
         try:
             return _open(store, name), skipped
         except Unusable as error:
-            skipped.append(f"{name} {error.message}")
+            if store.list(name):  # some stores keep the folders of what was removed
+                skipped.append(f"{name} {error.message}")
     return None, skipped
 
 
@@ -201,7 +202,7 @@ def open_saved(source: str | Path) -> Saved:
 def _open(store: Store, folder: str) -> Saved:
     files = store.list(folder)
     if not files:
-        raise Unusable("is not there" if not folder else "is incomplete: it is empty")
+        raise Unusable("is not there")
     num_bytes = files.get(manifest.NAME)
     if num_bytes is None:
         raise Unusable("is incomplete: no manifest")

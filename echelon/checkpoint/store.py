@@ -23,8 +23,8 @@ PARTIAL = ".partial"
 class Store(Protocol):
     """Named files under one root; names use "/" and may be one folder deep. Use it from any thread.
 
-    Every call blocks and raises CheckpointError, which says what the medium said, where, and what to do. Folders are
-    there as long as something is in them.
+    Every call blocks and raises CheckpointError, which says what the medium said, where, and what to do. Folders
+    need not be made; one whose last file was removed may stay and be listed, empty.
     """
 
     url: str
