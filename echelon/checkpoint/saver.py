@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ AT_ONCE_BYTES = 32 << 20
 """A share smaller than this is copied in save(): a thread would cost more than the copy."""
 
 COPY_S = 600.0
+
+EXIT_S = 10.0
+"""How long an interpreter that ends waits for what nobody waited for: a thread cut off in C++ aborts the process."""
 
 
 class Checkpoint:
@@ -86,6 +91,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._told: collections.deque[Event] = collections.deque()
         self._number = 0
+        _alive.add(self)
         self._past: list[Agreement] = []
         self._warned = False
 
@@ -210,6 +216,17 @@ class Saver:
     def _hand_over(self) -> None:
         while self._told:
             self._emit(self._told.popleft())
+
+
+_alive: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    deadline = Deadline.after(EXIT_S)
+    for saver in list(_alive):
+        if saver._thread is not None:
+            saver._thread.join(deadline.left_s)
 
 
 def _check_about(about: Mapping[str, Any]) -> None:
