@@ -33,6 +33,10 @@ ROWS = {
     "summary", "events.jsonl", "TensorBoard", "echelon runs", "echelon status", "echelon logs",
     # examples
     "example house_prices", "example images", "example language", "example gan",
+    # checkpoints
+    "checkpoint files are safetensors and JSON", "damaged checkpoints are named", "a pickle is refused",
+    "a full disk keeps the old checkpoint", "checkpoint memory: a share + 10 %",
+    "kill -9 around checkpoints", "kill -9 at 200 moments around checkpoints", "checkpoints on a real S3 server", "saved at 4, read at 1, 2, 3, 6, 8", "one rank's failure fails a checkpoint everywhere",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
     "Group over torch.distributed with our store", "fuzz", "a rank that leaves the loop alone is named",

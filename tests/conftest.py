@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.s3_server import s3_server as s3_server
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

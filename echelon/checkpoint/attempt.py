@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import secrets
 import socket
 import threading
@@ -31,8 +30,6 @@ from echelon.errors import CheckpointError, EchelonError
 
 LOOK_S = 1.0
 """How often a rank that writes looks whether another has called it off."""
-
-WRITER_NICE = 10
 
 
 class Attempt:
@@ -75,7 +72,6 @@ class Attempt:
             self.snapshot.wait()
             self.copy_s += time.monotonic() - began
             changed("writing")
-            _be_nice()
             note = self._write()
             verdict = (
                 self.agreement.lead(note, self._commit) if self.rank == 0 else self.agreement.follow(note)
@@ -188,9 +184,3 @@ class Attempt:
 
 def _flat_bytes(tensor: Tensor) -> Any:
     return kinds.bits(tensor).contiguous().reshape(-1).numpy().view("uint8")
-
-
-def _be_nice() -> None:
-    """The step beside us comes first. Linux lets a thread lower its own priority."""
-    with contextlib.suppress(AttributeError, OSError, PermissionError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)

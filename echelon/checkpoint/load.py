@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import zlib
 from collections.abc import Iterator
@@ -166,16 +167,21 @@ class Saved:
             raise CheckpointError(f"{self.path}/{file} is gone", remedy=OLDER) from None
 
 
+class Unusable(CheckpointError):
+    """A folder that is no complete checkpoint. The message goes on after the folder's name."""
+
+
 def latest(target: str | Path) -> tuple[Saved | None, list[str]]:
     """The highest step that is complete, None when there is none; and a sentence for each newer folder that is not."""
     store = open_store(target)
     skipped: list[str] = []
     names = [name for name, size in store.list().items() if size is None and prune.step_of(name) is not None]
     for name in sorted(names, key=lambda name: prune.step_of(name) or 0, reverse=True):
-        found = _open(store, name)
-        if isinstance(found, Saved):
-            return found, skipped
-        skipped.append(f"{name} {found}")
+        try:
+            return _open(store, name), skipped
+        except Unusable as error:
+            if store.list(name):  # some stores keep the folders of what was removed
+                skipped.append(f"{name} {error.message}")
     return None, skipped
 
 
@@ -183,37 +189,38 @@ def open_saved(source: str | Path) -> Saved:
     """The checkpoint at a folder or URL (…/step-00000020). CheckpointError says what lies there if it is none."""
     text = str(source).rstrip("/")
     store = open_store(text)
-    found = _open(store, "")
-    if isinstance(found, Saved):
-        return found
+    try:
+        return _open(store, "")
+    except Unusable as error:
+        found, remedy = error.message, error.remedy
     above, _, name = text.rpartition("/")
     if name and open_store(above or ".").size(name) is not None:
         found = "is a file, and a checkpoint is a folder"
-    raise CheckpointError(f"{text} {found}", remedy=_advice(text, store))
+    raise CheckpointError(f"{text} {found}", remedy=remedy or _advice(text, store))
 
 
-def _open(store: Store, folder: str) -> Saved | str:
-    """The checkpoint, or what is wrong with the folder as the rest of a sentence that begins with its name."""
+def _open(store: Store, folder: str) -> Saved:
     files = store.list(folder)
     if not files:
-        return "is not there" if not folder else "is incomplete: it is empty"
+        raise Unusable("is not there")
     num_bytes = files.get(manifest.NAME)
     if num_bytes is None:
-        return "is incomplete: no manifest"
+        raise Unusable("is incomplete: no manifest")
     if num_bytes > manifest.MAX_BYTES:
-        return f"is damaged: a manifest of {num_bytes} bytes"
+        raise Unusable(f"is damaged: a manifest of {num_bytes} bytes")
     try:
         text = store.read(_join(folder, manifest.NAME), 0, num_bytes)
+    except FileNotFoundError:  # removed since it was listed
+        raise Unusable("is incomplete: no manifest") from None
+    try:
         held = manifest.read(text, manifest.NAME)
-    except FileNotFoundError:
-        return "is incomplete: no manifest"
     except CheckpointError as error:
-        return f"cannot be used: {error.message}"
+        raise Unusable(f"cannot be used: {error.message}", remedy=error.remedy) from None
     for name, wanted in held.files.items():
-        if name not in files:
-            return f"is damaged: {name} is missing"
+        if files.get(name) is None:
+            raise Unusable(f"is damaged: {name} is missing", remedy=OLDER)
         if files[name] != wanted:
-            return f"is damaged: {name} is truncated, {files[name]} of {wanted} bytes"
+            raise Unusable(f"is damaged: {name} is truncated, {files[name]} of {wanted} bytes", remedy=OLDER)
     return Saved(store, folder, held)
 
 
@@ -234,8 +241,6 @@ def _advice(text: str, store: Store) -> str:
 
 
 def _nearest(name: str, names: set[str]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, names, 1)
     return f"the nearest name is {near[0]}" if near else f"it has {len(names)} other names"
 

@@ -89,7 +89,7 @@ class _Encoder:
             return {TAG: kind.__name__, "base64": base64.b64encode(value).decode()}
         if kind is range:
             return {TAG: "range", "of": [hex(n) for n in (value.start, value.stop, value.step)]}
-        if kind in (Tensor, torch.nn.Parameter):
+        if kind in (Tensor, torch.nn.Parameter) and _is_dense(value):
             return {TAG: "tensor", "number": self._keep(_copy(value)), "dtype": kinds.name_of(value.dtype)}
         if isinstance(value, torch.dtype):
             return {TAG: "dtype", "name": kinds.name_of(value)} if value in kinds.FILE_NAMES else None
@@ -238,10 +238,13 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 def _copy(tensor: Tensor) -> Tensor:
     """On the CPU, contiguous, real, and nobody else's."""
-    kinds.file_name(tensor.dtype, "a tensor")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     held = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return torch.view_as_real(held) if held.is_complex() else held
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.dtype in kinds.FILE_NAMES
 
 
 def _is_simple(dtype: np.dtype[Any]) -> bool:
@@ -257,6 +260,8 @@ def _advice(value: Any) -> str:
     if isinstance(value, (dict, list, int, float, str)):
         base = next(base.__name__ for base in (dict, list, int, float, str) if isinstance(value, base))
         return f"Save it as {base}(…)."
+    if isinstance(value, Tensor):
+        return f"It is {value.dtype}, {value.layout}, on {value.device}: save a plain tensor, such as to_dense()."
     if callable(getattr(value, "state_dict", None)):
         return "Save its state_dict() instead."
     return "Turn it into numbers, strings, lists, dicts or tensors in state_dict(), and back in load_state_dict()."

@@ -28,7 +28,7 @@ class RemoteStore:
         try:
             from fsspec.core import url_to_fs
 
-            self.files, self.root = url_to_fs(self.url, use_listings_cache=False)
+            self.files, self.root = url_to_fs(self.url, use_listings_cache=False, **_options(scheme))
         except ImportError as error:
             package = f"echelon-train[{EXTRAS[scheme]}]" if scheme in EXTRAS else "the package it names"
             raise CheckpointError(
@@ -114,10 +114,11 @@ class RemoteStore:
 
     def _give_up(self, file: Any, path: str) -> None:
         """Ends an upload so that nothing of it appears: closing the file would complete it."""
-        file.forced = True
         with contextlib.suppress(Exception):
+            file.forced = True  # else closing would send the last part
             file.discard()
-        file.closed = True
+        with contextlib.suppress(Exception):
+            file.closed = True
         if self.files.protocol == "memory" or not hasattr(file, "mpu"):
             with contextlib.suppress(Exception):
                 self.files.rm_file(path)
@@ -136,6 +137,16 @@ class RemoteStore:
                 f"cannot {verb} {path} at {self.url}: {type(error).__name__}: {said[:500]}",
                 remedy=_remedy(error),
             ) from error
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    """s3fs tries a failed request again 5 times, and botocore below it 5 times each: a dead server took 12 s to show.
+    What the user's own configuration of fsspec says wins."""
+    from fsspec.config import conf
+
+    if scheme not in ("s3", "s3a") or "config_kwargs" in conf.get(scheme, {}):
+        return {}
+    return {"config_kwargs": {"retries": {"max_attempts": 1}}}
 
 
 def _remedy(error: Exception) -> str:

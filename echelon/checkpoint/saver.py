@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,11 @@ AT_ONCE_BYTES = 32 << 20
 """A share smaller than this is copied in save(): a thread would cost more than the copy."""
 
 COPY_S = 600.0
+LAST_S = 3600.0
+"""How long a save waits for the one before."""
+
+EXIT_S = 10.0
+"""How long an interpreter that ends waits for what nobody waited for: a thread cut off in C++ aborts the process."""
 
 
 class Checkpoint:
@@ -86,8 +93,22 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._told: collections.deque[Event] = collections.deque()
         self._number = 0
+        _alive.add(self)
         self._past: list[Agreement] = []
         self._warned = False
+
+    def reserve(self, holdings: Sequence[Holding]) -> None:
+        """May be called once before training: gets the memory of a checkpoint of these in the background, so that the
+        first one stalls no longer than the next. Returns at once."""
+        parts = share(holdings, self.rank)
+        num_bytes = sum(part.num_bytes for part in parts)
+        if num_bytes >= AT_ONCE_BYTES and self._thread is None:
+            pinned = any(part.holding.tensor.device.type == "cuda" for part in parts)
+            self._buffer.take(num_bytes, pinned=pinned)
+            self._thread = threading.Thread(
+                target=self._buffer.populate, name="echelon-checkpoint", daemon=True
+            )
+            self._thread.start()
 
     def save(
         self, step: int, holdings: Sequence[Holding], objects: Any, about: Mapping[str, Any]
@@ -165,7 +186,12 @@ class Saver:
                 self._warned = True
                 self._emit(Warned(rank=0, message=f"the checkpoint of step {self.last.step} took longer than the steps between, "
                                   "and the next one waits for it\n  Checkpoint less often, or write to a faster medium."))  # fmt: skip
-            self._thread.join()
+            self._thread.join(LAST_S)
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"the checkpoint before this one is not over after {LAST_S:g} s more",
+                    remedy="Its medium hangs: `echelon status` shows where the thread echelon-checkpoint is.",
+                )
         self._thread = None
 
     def _run(self, attempt: Attempt, checkpoint: Checkpoint, has_rest: bool) -> None:
@@ -210,6 +236,17 @@ class Saver:
     def _hand_over(self) -> None:
         while self._told:
             self._emit(self._told.popleft())
+
+
+_alive: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    deadline = Deadline.after(EXIT_S)
+    for saver in list(_alive):
+        if saver._thread is not None:
+            saver._thread.join(deadline.left_s)
 
 
 def _check_about(about: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -22,8 +23,8 @@ PARTIAL = ".partial"
 class Store(Protocol):
     """Named files under one root; names use "/" and may be one folder deep. Use it from any thread.
 
-    Every call blocks and raises CheckpointError, which says what the medium said, where, and what to do. Folders are
-    there as long as something is in them.
+    Every call blocks and raises CheckpointError, which says what the medium said, where, and what to do. Folders
+    need not be made; one whose last file was removed may stay and be listed, empty.
     """
 
     url: str
@@ -95,7 +96,8 @@ class LocalStore:
         path = self.root / name
         with self._explained("look at", path):
             try:
-                return path.stat().st_size
+                found = path.stat()
+                return found.st_size if stat.S_ISREG(found.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
 

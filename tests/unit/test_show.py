@@ -11,6 +11,8 @@ import pytest
 from echelon.clock import FakeClock
 from echelon.events import (
     Beat,
+    CheckpointFailed,
+    CheckpointSaved,
     EpochDone,
     Facts,
     Failed,
@@ -100,6 +102,24 @@ def test_facts_and_warnings_are_told_once():
         "warning (worker 0): epoch 0 committed 99 of 100 samples",
     ]  # fmt: skip
     assert out.getvalue() == ""
+
+
+def test_checkpoints_have_a_line_each_and_a_failed_one_says_what_is_kept():
+    err = io.StringIO()
+    display = Display(num_workers=2, err=err, clock=FakeClock(100.0))
+    saved = {"rank": 0, "num_bytes": 12_340_000, "copy_s": 0.1, "write_s": 0.4, "stall_s": 0.004}
+    for step in (20, 40):
+        display.handle(CheckpointSaved(step=step, path=f"c/step-{step}", **saved))
+    full = "rank 1 on b: the disk is full\n  Free some space."
+    display.handle(CheckpointFailed(rank=0, step=60, path="c/step-60", reason=full, kept="c/step-40"))
+    display.handle(CheckpointFailed(rank=0, step=80, path="c/step-80", reason="no", kept=""))
+    assert err.getvalue().splitlines() == [
+        "checkpoint at step 20: 12.3 MB in 0.5 s, training waited 4 ms (c/step-20)",
+        "checkpoint at step 40: 12.3 MB in 0.5 s, training waited 4 ms (c/step-40)",
+        "warning: the checkpoint at step 60 failed: rank 1 on b: the disk is full",
+        "  Free some space.", "  The last complete one is kept: c/step-40",
+        "warning: the checkpoint at step 80 failed: no", "  There is no older one.",
+    ]  # fmt: skip
 
 
 def test_a_phase_is_shown_while_it_lasts():
