@@ -154,7 +154,7 @@ class Resumed(Event):
     step: int
     path: str
     saved_by: int
-    epoch: int = 0
+    lines: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

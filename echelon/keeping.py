@@ -330,28 +330,19 @@ class Keeping:
         self.prepared.adopt_loose_schedulers()
         self.whole.restore(saved, self._objects)
         machine = self.machine
-        machine.counters.samples = self._samples(saved)
         machine.committed, machine.iteration_lost = True, False
         self.last = None
         if self.world.rank == 0:
-            epochs = [feed.epochs for feed in self.prepared.feeds]
             self.emit(
                 Resumed(
                     rank=0,
                     step=saved.step,
                     path=str(saved.path),
                     saved_by=saved.world_size,
-                    epoch=max(0, max(epochs, default=1) - 1),
+                    lines=[line for feed in self.prepared.feeds for line in feed.told()],
                 )
             )
         self._objects = {}
-
-    def _samples(self, saved: Saved) -> int:
-        if saved.world_size == self.world.size:
-            return int(self._objects["samples"])
-        if self.world.rank:
-            return 0
-        return sum(int(saved.objects(rank)["samples"]) for rank in range(saved.world_size))
 
     def check_arrived(self) -> None:
         """At the script's end: was the place ever reached?"""

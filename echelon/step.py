@@ -18,20 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon import faults
+from echelon import closures, faults
 from echelon.comm.group import Lost, Met, Outcome, merge
 from echelon.data.loader import Part
-from echelon.errors import LoopError, UsageError
+from echelon.errors import LoopError
 from echelon.events import Sink, StepLost
 from echelon.loop import Counters, Rewindable, Stepping, Yielding
 from echelon.parallel.clip import clip_norm
 from echelon.parallel.gradsync import GradSync, Share
 from echelon.prepare.keep import Keeper
 from echelon.strategy import Strategy
-
-
-class _LostInClosure(Exception):
-    pass
 
 
 class Machine:
@@ -184,7 +180,7 @@ class Machine:
         if self.following():
             return self._pass_by(optimizer, closure)
         if closure is not None:
-            return self._step_closure(optimizer, closure)
+            return closures.step(self, optimizer, closure)
         # mid-group
         if not self.share.last:
             self.seal(optimizer)
@@ -244,19 +240,19 @@ class Machine:
         return self.counters.global_step + (1 if fresh else 0)
 
     def _apply(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
-        self._check(optimizer)
+        self.check(optimizer)
         if optimizer.index in self.in_iteration:
             optimizer.twice = True
         if len(self.optimizers) > 1 or optimizer.twice:
             optimizer.keep_pre_image()
         self.before_change()
         result = optimizer.inner_step(closure)
-        self._count(optimizer)
+        self.count(optimizer)
         for update in self.after_apply:
             update(optimizer)
         return result
 
-    def _check(self, optimizer: Stepping) -> None:
+    def check(self, optimizer: Stepping) -> None:
         """Self-checks, and the strategy's own clipping, on gradients that have met."""
         for check in list(self.before_apply):
             check(optimizer)
@@ -271,7 +267,7 @@ class Machine:
         if self.strategy.clip_norm:
             clip_norm(optimizer.params(), self.strategy.clip_norm)
 
-    def _count(self, optimizer: Stepping) -> None:
+    def count(self, optimizer: Stepping) -> None:
         self.counters.global_step = self.next_step(optimizer)
         if optimizer.index in self.in_iteration:
             self.in_iteration.clear()
@@ -331,49 +327,6 @@ class Machine:
             sync.forget()
         for keeper in self.keepers:
             keeper.put_back()
-
-    # -- closures ------------------------------------------------------------------------------------------------
-
-    def _step_closure(self, optimizer: Stepping, closure: Callable[[], Any]) -> Any:
-        """optimizer.step(closure): every evaluation meets, and all ranks see the global loss (LBFGS decides by it)."""
-        if not self.share.last:
-            with torch.enable_grad():
-                loss = closure()
-            self.seal(optimizer)
-            return loss
-        if (
-            isinstance(optimizer.optimizer, torch.optim.LBFGS)
-            and self.strategy.accumulate * self.strategy.microbatches > 1
-        ):
-            raise UsageError(
-                "LBFGS evaluates its closure several times a step, and accumulate/microbatches give it only the last part",
-                remedy="Use accumulate=1 and microbatches=1 with LBFGS.",
-            )
-        evaluations = 0
-
-        def evaluate() -> Any:
-            nonlocal evaluations
-            evaluations += 1
-            loss = closure()
-            outcome = self.meet(optimizer)
-            if isinstance(outcome, Lost):
-                raise _LostInClosure(outcome)
-            self._check(optimizer)
-            return self.global_loss(loss)
-
-        optimizer.keep_pre_image()
-        self.before_change()
-        try:
-            result = optimizer.inner_step(evaluate)
-        except _LostInClosure as lost:
-            self.lose(lost.args[0], optimizer)
-            return None
-        if not evaluations:
-            raise LoopError("the optimizer did not call its closure")
-        self._count(optimizer)
-        for update in self.after_apply:
-            update(optimizer)
-        return result
 
     def global_loss(self, loss: Any) -> Any:
         """A closure's loss over the global batch; replaced by the run, which has the group."""

@@ -112,7 +112,6 @@ class Whole:
             "buffers": own_buffers,
             "random": randomness.packed(randomness.capture(self.world.device.type == "cuda")),
             "step": self.machine.counters.global_step,
-            "samples": self.machine.counters.samples,
         }
 
     def _optimizer_objects(self, index: int) -> dict[str, Any]:

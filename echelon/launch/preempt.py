@@ -10,6 +10,8 @@ from echelon.launch.asked import Stop
 from echelon.launch.blame import Exit
 
 TERMINATED = 143
+LEAVE_S = 10.0
+"""How long processes may take to end once their checkpoint is complete."""
 
 
 @dataclass
@@ -22,6 +24,9 @@ class Preemption:
     path: str = ""
     """The last complete checkpoint that was heard of, "" when there is none."""
 
+    saved: bool = False
+    """It was completed after the request: all that is left to do is to leave."""
+
     def is_order(self, end: Exit) -> bool:
         """Did this worker end because it was asked to?"""
         return end.code == PREEMPTED
@@ -31,20 +36,14 @@ class Preemption:
 
         A worker that came to its own end meanwhile is no failure: then the run was simply over.
         """
-        saved = (
-            f"The last complete checkpoint: {self.path}" if self.path else "There is no complete checkpoint."
-        )
-        if len(exits) == num_workers and any(self.is_order(end) for end in exits.values()):
-            return Stop(
-                PREEMPTED,
-                f"stopped in good order ({self.reason})",
-                (f"checkpoint  {self.path}", f"go on with  {again}"),
-            )
-        if now - self.since > self.grace_s:
-            words = (saved, "Give it more time with --grace-s, or save more often: --set checkpoint_every=N.")
-            return Stop(
-                TERMINATED,
-                f"ended, because no checkpoint was complete within {self.grace_s:g} s ({self.reason})",
-                words,
-            )
+        late_s = now - self.since - self.grace_s
+        out = len(exits) == num_workers and any(self.is_order(end) for end in exits.values())
+        if out or (self.saved and late_s > LEAVE_S):
+            words = (f"checkpoint  {self.path}", f"go on with  {again}")
+            return Stop(PREEMPTED, f"stopped in good order ({self.reason})", words)
+        if not self.saved and late_s > 0:
+            last = f"The last complete one: {self.path}" if self.path else "There is none at all."
+            advice = "Give it more time with --grace-s, or save more often: --set checkpoint_every=N."
+            reason = f"ended, because no checkpoint was complete within {self.grace_s:g} s ({self.reason})"
+            return Stop(TERMINATED, reason, (last, advice))
         return None

@@ -171,6 +171,7 @@ class Supervisor:
             self.checkpoint = event.path
             if self.preemption is not None:
                 self.preemption.path = event.path
+                self.preemption.saved |= isinstance(event, CheckpointSaved)
         self.display.handle(event)
         for sink in self.sinks:
             sink(event)

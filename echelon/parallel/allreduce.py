@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Met, Outcome, merge
-from echelon.parallel import backward, buckets, tail
+from echelon.parallel import backward, buckets, places, tail
 from echelon.parallel.buckets import MIB, Slot
 from echelon.parallel.gradsync import Share
 from echelon.parallel.sparse import rows_of, sum_rows
@@ -65,11 +65,11 @@ class AllReduceSync:
         self.by_param = {id(s.param): s for s in self.slots}
         for slot in self.slots:
             backward.hook(slot.param, partial(self._ready, slot))
-        self._build([s for s in reversed(self.slots) if s.param.requires_grad])
+        self.build([s for s in reversed(self.slots) if s.param.requires_grad])
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def _build(self, ordered: list[Slot]) -> None:
+    def build(self, ordered: list[Slot]) -> None:
         """Buckets over these slots; the others are frozen and wait in `spare`."""
         old = [(s, s.param.grad) for s in self.slots if s.view is not None and s.param.grad is s.view]
         for slot in self.slots:
@@ -104,7 +104,7 @@ class AllReduceSync:
         thawed = [s for s in self.spare if s.param.requires_grad]
         kept = [s for s in self.active if s.idle <= IDLE_STEPS]
         if thawed or len(kept) < len(self.active):
-            self._build([*kept, *reversed(thawed)])
+            self.build([*kept, *reversed(thawed)])
 
     def _thaw(self) -> None:
         """Parameters thawed since the step began get buckets of their own until the next one."""
@@ -372,42 +372,16 @@ class AllReduceSync:
     def settled(self) -> None:
         self.banked = self.holding()
         if self.order is not None and self.meetings and not self.group.local:
-            self._learn_order()
+            places.learn(self, Deadline.after(MEETING_LIMIT_S))
 
     def lost(self) -> Outcome:
         return merge(self.outcomes)
 
     def layout(self) -> dict[str, Any]:
-        return {
-            "slots": len(self.slots),
-            "order": self.order,
-            "active": [s.index for s in self.active],
-            "idle": [s.idle for s in self.slots],
-            "meetings": self.meetings,
-        }
+        return places.layout(self)
 
     def lay(self, layout: dict[str, Any]) -> None:
-        if layout["slots"] != len(self.slots):
-            return
-        self.order, self.meetings = layout["order"], layout["meetings"]
-        for slot, idle in zip(self.slots, layout["idle"], strict=True):
-            slot.idle = idle
-        self._build([self.slots[i] for i in layout["active"]])
-
-    def _learn_order(self) -> None:
-        """After the first step: buckets in the order in which rank 0's backward made gradients, if it had one."""
-        assert self.order is not None
-        chosen = [s.index for s in self.active]
-        seen = [i for i in dict.fromkeys(self.order) if i in set(chosen)]
-        order = torch.tensor(
-            [len(seen), *seen, *(i for i in chosen if i not in set(seen))], device=self.tail.device
-        )
-        if not isinstance(self.group.broadcast(order).wait(Deadline.after(MEETING_LIMIT_S)), Met):
-            return
-        known, *ranks = order.tolist()
-        if known:
-            self.order = None
-            self._build([self.slots[i] for i in ranks])
+        places.lay(self, layout)
 
     def forget(self) -> None:
         self.outcomes = []

@@ -285,6 +285,19 @@ class Feed:
             if loop.saved is not None and loop.saved.value.get("committed"):
                 loop.uncommitted = []
 
+    def told(self) -> list[str]:
+        """After restore(): where the data goes on, for people."""
+        lines = []
+        for loop in self.loops:
+            entry = self.ledger.epochs.get(loop.epoch)
+            if loop.open and entry is not None:
+                lines.append(f"epoch {loop.epoch} goes on behind {entry.committed:,} samples")
+            if loop.open and self._parts.rereads and loop.place.position.start:
+                lines.append(
+                    f"the stream of loader {self.index} has no state_dict: read again, {loop.place.position.start:,} batches skipped"
+                )
+        return lines
+
     def mark(self) -> None:
         for loop in self.loops:
             for part in loop.uncommitted:

@@ -16,6 +16,7 @@ from echelon.events import (
     EpochDone,
     Event,
     Facts,
+    Resumed,
     StepLost,
     Warned,
 )
@@ -84,6 +85,10 @@ class Display:
             self._warn(event.message, event.rank)
         elif isinstance(event, CheckpointSaved):
             self.say(*fold(saved_line(event)))
+        elif isinstance(event, Resumed):
+            workers = f"{event.saved_by} worker{'s' * (event.saved_by != 1)}"
+            for line in (f"goes on from step {event.step}, saved by {workers}: {event.path}", *event.lines):
+                self.say(*fold(line))
         elif isinstance(event, CheckpointFailed):
             self._warn(failed_text(event), None)
         elif isinstance(event, StepLost) and self._new(f"lost {event.step} {event.reason}"):

@@ -1,0 +1,84 @@
+"""A run that was stopped goes on with the same bits; at another number of workers with the same state and samples."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.equality import resumed, worlds, zoo
+from tests.equality.test_equality import BOUND, difference, launched, plain  # noqa: F401  a fixture
+
+HERE = Path(__file__).parent
+NAMES = [name for name in resumed.LOOPS if name not in resumed.LEFT_OUT]
+
+
+@pytest.mark.case("--resume gives the same bits")
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_stopped_and_resumed_gives_the_same_bits(launched, workers, name):  # noqa: F811
+    for rank, said in enumerate(launched("resumed", workers)):
+        for stop_at, steps, problem in said[name]:
+            assert not problem, f"rank {rank}, stopped at step {stop_at} of {steps}: {problem}"
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory, launch):
+    """saved(workers, stop_at, source) -> (folder, what each rank said); a launch is made once."""
+
+    @functools.cache
+    def run(workers: int, stop_at: int, source: Path | None):
+        out = tmp_path_factory.mktemp(f"worlds-{workers}-{stop_at}")
+        result = launch(HERE / "worlds.py", str(out), str(stop_at), str(source or "-"), workers=workers)
+        assert result.code == 0, result.err[-3000:]
+        return out, [torch.load(out / f"rank-{rank}.pt") for rank in range(workers)]
+
+    return run
+
+
+STOP = 4
+
+
+@pytest.mark.case("saved at 4, loaded at any")
+@pytest.mark.case("USERS 5")
+@pytest.mark.case("USERS 6")
+@pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow), 8])
+def test_saved_at_4_and_loaded_at(saved, workers):
+    folder, before = saved(4, STOP, None)
+    _, after = saved(workers, 0, folder)
+    for kind in worlds.LOOPS:
+        for said in after:
+            assert said[kind]["resumed"] == STOP
+            assert difference_of_bits(said[kind]["loaded"], before[0][kind]["saved"]) == []
+            assert difference(said[kind]["weights"], answer(kind)) <= BOUND
+        assert_every_sample_once(kind, before, after)
+
+
+@pytest.mark.case("saved at 4, loaded at any")
+def test_and_back(saved):
+    folder, before = saved(4, STOP, None)
+    middle, between = saved(2, 5, folder)
+    _, after = saved(4, 0, middle)
+    for kind in worlds.LOOPS:
+        assert difference_of_bits(after[3][kind]["loaded"], between[1][kind]["saved"]) == []
+        assert difference(after[0][kind]["weights"], answer(kind)) <= BOUND
+        assert_every_sample_once(kind, before, between, after)
+
+
+def difference_of_bits(mine, theirs):
+    return sorted(mine.keys() ^ theirs.keys()) + [
+        k for k in mine.keys() & theirs.keys() if not torch.equal(mine[k], theirs[k])
+    ]
+
+
+def answer(kind):
+    strategy, optimizer, _ = worlds.LOOPS[kind]
+    return plain((kind, optimizer, strategy.accumulate, strategy.microbatches))
+
+
+def assert_every_sample_once(kind, *lives):
+    for epoch in range(zoo.EPOCHS):
+        ids = [i for life in lives for rank in life for i in rank[kind]["ids"].get(epoch, [])]
+        assert sorted(ids) == list(range(zoo.SAMPLES)), (kind, epoch)

@@ -1,0 +1,101 @@
+"""Saved at one number of workers, loaded at another: the state bit for bit, the epoch's samples once each.
+
+worlds.py OUT STOP SOURCE   trains every loop until step STOP (0: to its end), from the checkpoints in SOURCE if it is not "-".
+Each rank writes the state as it was when it was saved or loaded, its committed ids, and the final weights.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import echelon
+from echelon.errors import Preempted
+from echelon.strategy import Strategy
+from tests.equality import zoo
+from tests.equality.resumed import Runs
+
+LOOPS = {
+    "mlp": (Strategy(ema=0.9), "adamw", 1),
+    "cnn": (Strategy(microbatches=2), "sgd", 1),
+    "transformer": (Strategy(accumulate=2), "adamw", 2),
+    "table": (Strategy(), "adagrad", 1),
+}
+
+
+def train(run, kind, optimizer, accumulate, note):
+    model, dataset = zoo.make(kind)
+    opt, scheduler, clip = zoo.optimizer_for(optimizer, model, zoo.num_steps(accumulate))
+    model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))
+    loader._feed.ledger.keep_ids = True
+    if scheduler:
+        run.prepare(scheduler)
+    note["state"] = lambda: state(run, model, opt, scheduler)
+    note["ids"] = lambda: {e: list(entry.ids) for e, entry in loader._feed.ledger.epochs.items()}
+    for _ in run.epochs(zoo.EPOCHS):
+        for x, y in loader:
+            loss = zoo.mean_ce(model(x), y)
+            loss.backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            opt.step()
+            if scheduler:
+                scheduler.step()
+            opt.zero_grad()
+    loader._feed.mark()
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def state(run, model, opt, scheduler):
+    """All that must be the same after loading."""
+    out = {f"model.{k}": v.clone() for k, v in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        out |= {
+            f"{name}.{k}": torch.as_tensor(v).clone()
+            for k, v in opt.state.get(param, {}).items()
+            if v is not None
+        }
+    out |= (
+        {f"ema.{i}": t.clone() for i, t in enumerate(run.averages[id(model)].shadow)} if run.averages else {}
+    )
+    out["lr"] = torch.tensor([g["lr"] for g in opt.param_groups])
+    out["scheduler"] = torch.tensor([scheduler.last_epoch, scheduler._step_count] if scheduler else [0])
+    out["step"] = torch.tensor(run.global_step)
+    return out
+
+
+def one(runs, out, kind, stop_at, source):
+    strategy, optimizer, accumulate = LOOPS[kind]
+    run, note, said = runs.make(strategy, kind), {}, {}
+    if source:
+        arrive = run.keeping.arrive
+
+        def arrived():
+            arrive()
+            said["loaded"] = note["state"]()
+
+        run.keeping.arrive = arrived
+        said["resumed"] = run.resume(source / "runs" / kind)
+    if stop_at:
+        run.prepared.stop_wanted = lambda: run.global_step + 1 >= stop_at
+    try:
+        said["weights"] = train(run, kind, optimizer, accumulate, note)
+    except Preempted:
+        said["saved"] = note["state"]()
+    run.keeping.close()
+    said["ids"] = note["ids"]()
+    return said
+
+
+def main():
+    torch.set_num_threads(1)
+    out, stop_at, source = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    first = echelon.init()
+    runs = Runs(first, out / "runs")
+    said = {kind: one(runs, out, kind, stop_at, None if source == "-" else Path(source)) for kind in LOOPS}
+    torch.save(said, out / f"rank-{first.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""SIGTERM and kill -9 to real runs: they end in good order, and go on with the bits of a run that was never disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import Running, environment
+
+SCRIPT = Path(__file__).with_name("kept.py")
+ROLES = [("supervisor", 0), ("worker", 0), ("worker", 1), ("coordinator", 0), ("guard", 0)]
+STEP_S = 0.03
+
+
+class Kept:
+    """Starts kept.py, again and again, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, []
+
+    def start(self, *options: str, workers: int = 2, name: str = "kept", pause: float = STEP_S) -> Running:
+        out = self.folder / "out"
+        out.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "echelon", "run", "--workers", str(workers), "--name", name, *options,
+                   str(SCRIPT), str(out), str(pause)]  # fmt: skip
+        running = Running(self.folder, command, environment(self.folder))
+        running.run_dir = self.folder / "runs" / name
+        self.started.append(running)
+        return running
+
+    def digests(self, workers: int = 2) -> list[str]:
+        return [(self.folder / "out" / f"digest-{rank}").read_text() for rank in range(workers)]
+
+    def forget(self) -> None:
+        shutil.rmtree(self.folder / "out", ignore_errors=True)
+        shutil.rmtree(self.folder / "runs", ignore_errors=True)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    made = Kept(tmp_path)
+    yield made
+    for running in made.started:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.wait()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """The digests of a run that nobody disturbed."""
+    made = Kept(tmp_path_factory.mktemp("calm"))
+    assert made.start().wait(90).code == 0
+    return made.digests()
+
+
+def stop_and_resume(kept: Kept, role: str, rank: int, after_s: float, calm: list[str], *options: str) -> str:
+    """One SIGTERM to one process `after_s` after its start; what the run said. It must end with 75 (or have been over)."""
+    running = kept.start(*options)
+    running.until(lambda: running.pid(role, rank), 30)
+    time.sleep(after_s)
+    pid = running.pid(role, rank)
+    if pid is not None:
+        os.kill(pid, signal.SIGTERM)
+    asked = time.monotonic()
+    result = running.wait(60)
+    assert time.monotonic() - asked < 35
+    if result.code == 0:
+        assert kept.digests() == calm
+        return result.err
+    assert result.code == 75, result.err[-3000:]
+    assert "stopped in good order" in result.err
+    again = kept.start("--resume", *options).wait(90)
+    assert again.code == 0, again.err[-3000:]
+    assert kept.digests() == calm
+    return result.err
+
+
+@pytest.mark.case("SIGTERM to any process")
+@pytest.mark.case("USERS 10")
+@pytest.mark.parametrize(("role", "rank"), ROLES)
+def test_sigterm_to_any_process_ends_with_75_and_the_resumed_run_has_the_same_bits(kept, calm, role, rank):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    stop_and_resume(kept, role, rank, random.Random(seed).uniform(0.0, 3.5), calm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.case("50 moments of SIGTERM")
+def test_sigterm_at_50_random_moments(kept, calm):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for number in range(50):
+        role, rank = draw.choice(ROLES)
+        after_s = draw.uniform(0.0, 5.0)
+        options = draw.choice([(), ("--set", "checkpoint_every=2")])
+        print(f"{number}: SIGTERM to {role} {rank} after {after_s:.2f} s {options}", flush=True)
+        stop_and_resume(kept, role, rank, after_s, calm, *options)
+        kept.forget()
+
+
+@pytest.mark.case("SIGTERM to all processes at once")
+def test_sigterm_to_every_process_of_the_job_at_once_loses_nothing(kept, calm):
+    """As schedulers of clusters do it: loader processes too."""
+    running = kept.start(pause=0.1)
+    running.until(lambda: running.shows("step "), 40)
+    tree = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(tree) >= 6  # guard, coordinator, two workers, two loader processes
+    for process in [*tree, psutil.Process(running.process.pid)]:
+        process.send_signal(signal.SIGTERM)
+    result = running.wait(60)
+    assert result.code == 75, result.err[-3000:]
+    assert kept.start("--resume").wait(90).code == 0
+    assert kept.digests() == calm
+
+
+@pytest.mark.case("kill -9 and --resume")
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_kill_9_at_random_moments_and_resume_gives_the_same_bits_and_every_sample_once(kept, calm, kills):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    draw, options = random.Random(seed), ("--set", "checkpoint_every=1")
+    running = kept.start(*options, pause=0.1)
+    for _ in range(kills):
+        running.until(lambda running=running: running.shows("checkpoint at step"), 60)
+        time.sleep(draw.uniform(0.0, 0.5))
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+        running.until(lambda: not any(p.is_running() and "echelon.role" in " ".join(p.cmdline()) and str(kept.folder) in " ".join(p.cmdline())
+                                      for p in psutil.process_iter()), 15)  # fmt: skip
+        running = kept.start("--resume", *options, pause=0.1)
+    result = running.wait(90)
+    assert result.code == 0, result.err[-3000:]
+    assert "goes on from step" in result.err
+    assert kept.digests() == calm
+
+
+@pytest.mark.case("a second signal ends at once")
+def test_a_second_sigterm_ends_everything_at_once(kept):
+    running = kept.start(pause=30.0)
+    running.until(lambda: running.shows("asked to stop") or (running.pid("worker", 1) and _term(running)), 30)
+    time.sleep(1.0)
+    began = time.monotonic()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait(15).code == 143
+    assert time.monotonic() - began < 10
+
+
+def _term(running: Running) -> bool:
+    running.process.send_signal(signal.SIGTERM)
+    return True
+
+
+@pytest.mark.case("no checkpoint within the grace")
+def test_without_a_checkpoint_within_the_grace_it_says_so_and_ends_with_143(kept):
+    running = kept.start("--grace-s", "2", pause=30.0)
+    running.until(lambda: running.pid("worker", 1), 30)
+    time.sleep(4.0)
+    running.process.send_signal(signal.SIGTERM)
+    result = running.wait(20)
+    assert result.code == 143
+    assert "no checkpoint was complete within 2 s" in result.err
+    assert "--grace-s" in result.err
+
+
+@pytest.mark.case("echelon stop saves")
+def test_echelon_stop_saves_and_says_how_to_go_on(kept, calm):
+    running = kept.start(pause=0.1)
+    running.until(lambda: running.shows("step "), 40)
+    command = [sys.executable, "-m", "echelon", "stop", "kept"]
+    said = subprocess.run(
+        command, cwd=kept.folder, env=environment(kept.folder), capture_output=True, text=True, timeout=60
+    )
+    assert "with a checkpoint: go on with --resume kept" in said.stdout, said
+    assert running.wait(10).code == 75
+    assert kept.start("--resume").wait(90).code == 0
+    assert kept.digests() == calm
+
+
+@pytest.mark.case("--resume starts what is not there")
+def test_resume_with_a_name_begins_a_run_that_is_not_there_yet(kept, calm):
+    result = kept.start("--resume").wait(90)
+    assert result.code == 0, result.err[-2000:]
+    assert kept.digests() == calm
