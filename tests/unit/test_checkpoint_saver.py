@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -107,6 +109,21 @@ def test_objects_of_each_rank_come_back_and_equal_ones_are_written_once(tmp_path
     assert len(list(tmp_path.glob("*/objects-*.json"))) == 3, "rank 1 has what rank 0 has"
     assert saved.about == {"size": 4}
     assert (saved.world_size, saved.step) == (4, 1)
+
+
+def test_the_ten_lines_of_the_documentation_read_it_without_echelon(tmp_path):
+    state = {"w": torch.randn(3, 400_000), "b": torch.randn(5)}
+    save(tmp_path, 20, lambda rank: whole(state, 2), size=2)[0].wait()
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    program = (
+        program.replace("runs/latest/checkpoints", str(tmp_path))
+        + f"torch.save(state, '{tmp_path}/state.pt')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
 
 
 # beside training
