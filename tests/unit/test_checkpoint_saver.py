@@ -332,6 +332,28 @@ def test_what_no_checkpoint_can_hold_is_refused_before_anything_is_written(tmp_p
     assert save_handle.wait(Deadline.after(30)).state == "complete"
 
 
+def test_a_rank_that_cannot_even_begin_does_not_leave_the_others_waiting(tmp_path):
+    room = Room(2)
+
+    def act(rank):
+        one = Saver(tmp_path, rank, 2, room.meeting(rank), lambda event: None)
+        states = []
+        for step, tree in ((1, None), (2, print if rank == 1 else None), (3, None)):
+            try:
+                handle = one.save(step, whole({"w": torch.ones(9)}, 2), tree, {})
+                one.finish(Deadline.after(30))
+                states.append(handle.state)
+            except CheckpointError:
+                states.append("refused")
+        return states, handle.error, one.last.error
+
+    began = time.monotonic()
+    (first, _, _), (second, _, _) = together(2, act)
+    assert first == ["complete", "failed", "complete"]
+    assert second == ["complete", "refused", "complete"]
+    assert time.monotonic() - began < 20
+
+
 # what is kept
 
 
