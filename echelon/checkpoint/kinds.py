@@ -34,6 +34,8 @@ FILE_NAMES: dict[torch.dtype, str] = {
 }
 """What safetensors calls them. Complex numbers are written as pairs (real, imaginary) in a last dimension of 2."""
 
+FROM_FILE = {name: dtype for dtype, name in FILE_NAMES.items() if not dtype.is_complex}
+
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FILE_NAMES}
 """What the manifest calls them: torch's own names."""
 

@@ -85,7 +85,7 @@ class Saved:
                 raise tensorfile.damaged(
                     f"{self.path}/{row.tensors}", f"the checksum of tensor {number} is wrong"
                 )
-            dtype = next(d for d, name in kinds.FILE_NAMES.items() if name == entry.dtype)
+            dtype = kinds.FROM_FILE[entry.dtype]
             if not raw:
                 return torch.empty(entry.shape, dtype=dtype)
             return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).view(entry.shape)

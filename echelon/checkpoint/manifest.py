@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ NAME = "manifest.json"
 MAX_BYTES = 1 << 30
 BLOCK_BYTES = 16 << 20
 """A piece carries one crc32 for each block of this size, so that a part of it can be read and still be checked."""
+
+END = re.compile(rb',\n "crc32": (\d{1,10})\n}\n\Z')
+"""How a manifest ends: the checksum of all that stands before."""
 
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
@@ -93,7 +97,8 @@ def write(manifest: Manifest) -> bytes:
         for t in manifest.tensors.values()
     ]  # fmt: skip
     tensors = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    return (json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "tensors": [\n{tensors}\n]}}\n').encode()
+    text = (json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "tensors": [\n{tensors}\n]').encode()
+    return text + b',\n "crc32": %d\n}\n' % zlib.crc32(text)
 
 
 def assemble(
@@ -135,6 +140,9 @@ def read(text: bytes | bytearray, where: str) -> Manifest:
                 f"{where} has format {plain['format']}, and this version of Echelon reads format {FORMAT}",
                 remedy="Use the version that wrote it, or a newer one.",
             )
+        end = END.search(text)
+        if end is None or int(end[1]) != zlib.crc32(text[: end.start()]):
+            raise ValueError("its checksum is wrong")
         if plain["block_bytes"] != BLOCK_BYTES:
             raise ValueError(f"block_bytes is {plain['block_bytes']}")
         files = {_file(name): _number(num_bytes) for name, num_bytes in plain["files"].items()}

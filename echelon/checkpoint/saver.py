@@ -121,19 +121,14 @@ class Saver:
         began = time.monotonic()
         try:
             self._wait_for_last()
-            for holding in holdings:
-                holding.check(self.rank)
-            encoded = trees.encode(objects)
-            _check_about(about)
             topic, self._number = f"{self._number:06d}-{step}", self._number + 1
             agreement = Agreement(self._meeting, topic, self.rank)
-            snapshot = Snapshot(share(holdings, self.rank), self._buffer)
-            attempt = Attempt(self.store, agreement, snapshot, encoded, step=step, rank=self.rank,
-                              about=dict(about), keep=self.keep)  # fmt: skip
-            has_rest = snapshot.copy_now(everything=snapshot.num_bytes < AT_ONCE_BYTES)
-            attempt.copy_s = time.monotonic() - began
-            if not has_rest:
-                attempt.copied.set()
+            try:
+                attempt, has_rest = self._begin(step, holdings, objects, about, agreement, began)
+            except BaseException as error:  # the others must not wait for us
+                agreement.call_off(f"rank {self.rank} could not begin: {error}")
+                self._past.append(agreement)
+                raise
             checkpoint = Checkpoint(step, f"{self.store.url}/{attempt.folder}")
             self.last, self._attempt = checkpoint, attempt
             attempt.stall_s += time.monotonic() - began
@@ -145,6 +140,22 @@ class Saver:
         finally:
             self.stall_s += time.monotonic() - began
             self._hand_over()
+
+    def _begin(
+        self, step: int, holdings: Sequence[Holding], objects: Any, about: Mapping[str, Any], agreement: Agreement, began: float
+    ) -> tuple[Attempt, bool]:  # fmt: skip
+        """Checks what was given and copies what may change soon; whether there is a rest to copy."""
+        for holding in holdings:
+            holding.check(self.rank)
+        encoded = trees.encode(objects)
+        _check_about(about)
+        snapshot = Snapshot(share(holdings, self.rank), self._buffer)
+        attempt = Attempt(self.store, agreement, snapshot, encoded, step=step, rank=self.rank, about=dict(about), keep=self.keep)  # fmt: skip
+        has_rest = snapshot.copy_now(everything=snapshot.num_bytes < AT_ONCE_BYTES)
+        attempt.copy_s = time.monotonic() - began
+        if not has_rest:
+            attempt.copied.set()
+        return attempt, has_rest
 
     def before_change(self) -> None:
         """Called before any settled tensor changes: returns when the copy no longer needs it. Cheap when idle; where

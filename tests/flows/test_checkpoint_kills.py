@@ -71,14 +71,17 @@ def kill_many(nursery: Nursery, target: Path, kills: int, capsys: pytest.Capture
     seed = int.from_bytes(os.urandom(4), "big")
     dice = random.Random(seed)
     incomplete = saves = 0
+    horizon_s = 0.25
     first = 1
     for number in range(kills):
         where = f"seed {seed}, kill {number}"
         pid = nursery.fork("solo", target, first)
-        time.sleep(dice.uniform(0.0, 0.25))
+        time.sleep(dice.uniform(0.0, horizon_s))
         nursery.kill(pid)
         acks = Path(f"{target}.acks")
         known = [int(line) for line in acks.read_text().split()] if acks.exists() else []
+        horizon_s = min(2.0, 1.3 * horizon_s) if len(known) == saves else max(0.25, 0.8 * horizon_s)
+        saves = len(known)
         saved, skipped = latest(target)
         incomplete += bool(skipped)
         if saved is None:
@@ -86,7 +89,7 @@ def kill_many(nursery: Nursery, target: Path, kills: int, capsys: pytest.Capture
             continue
         assert saved.step >= max(known, default=0), where
         check(saved)
-        saves, first = len(known), saved.step + 1
+        first = saved.step + 1
     with capsys.disabled():
         print(
             f"\n  {kills} kills with seed {seed}: {saves} checkpoints complete, {incomplete} times a newer one was not"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -107,6 +109,21 @@ def test_objects_of_each_rank_come_back_and_equal_ones_are_written_once(tmp_path
     assert len(list(tmp_path.glob("*/objects-*.json"))) == 3, "rank 1 has what rank 0 has"
     assert saved.about == {"size": 4}
     assert (saved.world_size, saved.step) == (4, 1)
+
+
+def test_the_ten_lines_of_the_documentation_read_it_without_echelon(tmp_path):
+    state = {"w": torch.randn(3, 400_000), "b": torch.randn(5)}
+    save(tmp_path, 20, lambda rank: whole(state, 2), size=2)[0].wait()
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    program = (
+        program.replace("runs/latest/checkpoints", str(tmp_path))
+        + f"torch.save(state, '{tmp_path}/state.pt')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
 
 
 # beside training
@@ -313,6 +330,28 @@ def test_what_no_checkpoint_can_hold_is_refused_before_anything_is_written(tmp_p
         one.save(1, [Holding(Key("w"), torch.ones(6), Span((7,), 0, 7), (0,))], None, {})
     save_handle = one.save(1, whole({"w": torch.ones(1)}, 1), None, {})
     assert save_handle.wait(Deadline.after(30)).state == "complete"
+
+
+def test_a_rank_that_cannot_even_begin_does_not_leave_the_others_waiting(tmp_path):
+    room = Room(2)
+
+    def act(rank):
+        one = Saver(tmp_path, rank, 2, room.meeting(rank), lambda event: None)
+        states = []
+        for step, tree in ((1, None), (2, print if rank == 1 else None), (3, None)):
+            try:
+                handle = one.save(step, whole({"w": torch.ones(9)}, 2), tree, {})
+                one.finish(Deadline.after(30))
+                states.append(handle.state)
+            except CheckpointError:
+                states.append("refused")
+        return states, handle.error, one.last.error
+
+    began = time.monotonic()
+    (first, _, _), (second, _, _) = together(2, act)
+    assert first == ["complete", "failed", "complete"]
+    assert second == ["complete", "refused", "complete"]
+    assert time.monotonic() - began < 20
 
 
 # what is kept
