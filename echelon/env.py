@@ -27,6 +27,8 @@ class Place:
     coordinator: str = ""
     incarnation: int = 0
     host: str = ""
+    address: str = ""
+    """This host's address that faces the others, when there are others; "" on one machine."""
 
     @property
     def supervised(self) -> bool:
@@ -48,6 +50,7 @@ def place() -> Place:
         coordinator=get(PREFIX + "COORDINATOR", ""),
         incarnation=int(get(PREFIX + "INCARNATION", "0")),
         host=socket.gethostname().split(".")[0],
+        address=get(PREFIX + "ADDRESS", ""),
     )
 
 
@@ -63,6 +66,7 @@ def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> d
         PREFIX + "WORLD_SIZE": str(where.world_size),
         PREFIX + "COORDINATOR": where.coordinator,
         PREFIX + "INCARNATION": str(where.incarnation),
+        PREFIX + "ADDRESS": where.address,
         PREFIX + "TOKEN_FILE": str(token_file),
         "RANK": str(where.rank),
         "WORLD_SIZE": str(where.world_size),
@@ -94,8 +98,8 @@ def runs_dir() -> Path:
 
 
 def bind_gloo(interface: str) -> None:
-    """Tells gloo the one interface that it may listen on (it reads only the environment)."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    """Tells gloo and NCCL the one interface that they may listen on (they read only the environment)."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 def visible_gpus() -> int | None:

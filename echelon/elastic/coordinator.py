@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import resource
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,21 @@ from typing import Any
 from echelon.control.handshake import Identity
 from echelon.control.roster import JOINED
 from echelon.control.server import Server
-from echelon.elastic import membership
+from echelon.elastic import gathering, membership
+from echelon.elastic.gathering import Gathering
 from echelon.elastic.history import History, read_event
 from echelon.elastic.journal import Journal
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
-from echelon.events import Beat, Event, Logged
+from echelon.events import Beat, Event, HostLeft, Logged
 
 MAX_WAIT_S = 86400.0
 MAX_PEERS = 10_000
+SKEW_S = 1.0
+"""Clocks that differ by less are taken as equal: a message may have been on its way for so long."""
+
 JOURNAL_BYTES = 8 << 20
 """Beyond this and twice its last size, the journal is written anew without what was overtaken."""
 
@@ -39,7 +45,11 @@ ROLES = {
     "died": frozenset({"supervisor"}),
     "stop": frozenset({"supervisor", "cli", "worker"}),
     "watch": frozenset({"supervisor", "cli"}),
-}
+    **{f"store.{name}": frozenset({"worker", "server", "supervisor", "cli"})
+       for name in ("set", "get", "wait", "add", "check", "compare_set", "delete", "count")},
+    **dict.fromkeys(("roster", "beat"), frozenset({"worker", "server", "supervisor", "cli"})),
+    **gathering.ROLES,
+}  # fmt: skip
 """Who may call what; a worker may ask to stop, because a signal may reach it first."""
 
 
@@ -54,6 +64,10 @@ class Coordinator:
         self.history = History(run_dir / "events.jsonl")
         self.meter = Meter()
         self.stopping = ""
+        self.hosts = Gathering(
+            int(self.description.get("num_hosts", 1)), self.members.num_workers, self._take,
+            lambda record: self._note(record, sync=True), self._fall,
+        )  # fmt: skip
         self._steps: dict[int, int] = {}
         self._taken: dict[Identity, int] = {}
         self._compact_bytes = JOURNAL_BYTES
@@ -82,7 +96,8 @@ class Coordinator:
             self.delete,
             self.count,
         )
-        return {m.__name__: m for m in plain} | {f"store.{m.__name__}": m for m in store}
+        named = {m.__name__: m for m in plain} | {f"store.{m.__name__}": m for m in store}
+        return named | self.hosts.methods()
 
     def close(self) -> None:
         """Writes what is still open; the last thing this process does."""
@@ -107,6 +122,8 @@ class Coordinator:
         return {"term": self.members.term}
 
     async def died(self, peer: Identity, rank: int, code: int) -> dict[str, Any]:
+        if not self.hosts.may_bury(peer, rank):
+            raise UsageError(f"worker {rank} does not run on the host of {peer}")
         self._change(membership.died(self.members, rank, code, self._steps.get(rank, 0)))
         return {"term": self.members.term}
 
@@ -123,10 +140,17 @@ class Coordinator:
     # what happens
 
     async def beat(
-        self, peer: Identity, beat: dict[str, Any], events: list[dict[str, Any]], first: int = 0
+        self,
+        peer: Identity,
+        beat: dict[str, Any],
+        events: list[dict[str, Any]],
+        first: int = 0,
+        sent: float = 0.0,
     ) -> dict[str, Any]:
         """A sign of life and what happened since the last. `first` numbers the events, so that a batch which was sent
-        twice (its answer got lost) is taken once."""
+        twice (its answer got lost) is taken once. `sent` is the caller's clock: what another host's says is set right."""
+        self.hosts.beat(peer)
+        ahead_s = sent - time.time() if math.isfinite(sent) and sent > 0 else 0.0
         known = self._taken.get(peer, 0)
         fresh = events[max(0, known - first) :]
         if len(self._taken) > MAX_PEERS:
@@ -135,6 +159,8 @@ class Coordinator:
         for record in [beat, *fresh] if beat else fresh:
             event = read_event(record if peer.role != "worker" else {**record, "rank": peer.rank})
             if event is not None:
+                if abs(ahead_s) > SKEW_S:
+                    event = dataclasses.replace(event, time=event.time - ahead_s)
                 self._take(event)
         return {"term": self.members.term, "stop": bool(self.stopping)}
 
@@ -187,7 +213,14 @@ class Coordinator:
         reasons = "; ".join(self.members.seats[rank].reason for rank in ranks[:8])
         return PeerLost(f"waiting for others is over: {reasons}", peers=ranks)
 
+    def _fall(self, rank: int, reason: str) -> None:
+        """A worker is gone with its host."""
+        change = membership.died(self.members, rank, 137, self._steps.get(rank, 0))
+        self._change(change and dataclasses.replace(change, reason=f"{change.reason}: {reason}"))
+
     def _take(self, event: Event) -> None:
+        if isinstance(event, HostLeft):
+            self.hosts.left(event.index)
         if isinstance(event, Logged):
             if math.isfinite(event.weight):
                 for metric in self.meter.add(event, self.members.awaited):
@@ -212,7 +245,7 @@ class Coordinator:
                 if self.stopping
                 else []
             )
-            self.journal.rewrite([*seats, *stop, *self.table.records(), record])
+            self.journal.rewrite([*seats, *stop, *self.hosts.record(), *self.table.records(), record])
             self._compact_bytes = JOURNAL_BYTES + 2 * self.journal.size_bytes
 
     def _restore(self, record: Mapping[str, Any]) -> None:
@@ -220,6 +253,8 @@ class Coordinator:
             self.members = membership.apply(self.members, membership.read_change(record))
         elif record.get("kind") == "stop":
             self.stopping = str(record["reason"])
+        elif record.get("kind") == "hosts":
+            self.hosts.restore(record)
         elif record.get("kind") in ("set", "unset"):
             self.table.restore(record)
 
@@ -237,11 +272,19 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, over.set)
     coordinator = Coordinator(run_dir)
-    server = Server(str(coordinator.description["name"]), token, coordinator.methods(), roles=ROLES)
+    server = Server(
+        str(coordinator.description["name"]),
+        token,
+        coordinator.methods(),
+        roles=ROLES,
+        watcher=coordinator.hosts,
+    )
     await server.start(listening)
+    looking = asyncio.ensure_future(coordinator.hosts.look())
     try:
         await over.wait()
     finally:
+        looking.cancel()
         await server.close()
         coordinator.close()
 

@@ -7,16 +7,22 @@ import dataclasses
 import difflib
 import importlib.machinery
 import io
+import shlex
 import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from echelon import env
 from echelon import strategy as strategies
+from echelon.control import net
+from echelon.control import token as tokens
 from echelon.errors import UsageError
-from echelon.launch import rundir
+from echelon.launch import listen, rundir, sameness
+from echelon.launch.crew import JOIN_S, Crew
 from echelon.launch.local import Job, make_plan
+from echelon.launch.meeting import Me
 from echelon.launch.rundir import RunDir
 from echelon.show import tensorboard
 from echelon.show.lines import fold
@@ -63,31 +69,75 @@ def choose_strategy(
     return chosen, layers[2] | layers[1] | layers[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How many hosts take part, where the first one listens, and how long it waits for the others."""
+
+    num_hosts: int = 1
+    listen: str | None = None
+    join_timeout_s: float = JOIN_S
+
+
 def run(
-    job: Job, chosen: Strategy, set_by_user: dict[str, Any], *, name: str | None, run_dir: Path | None
-) -> int:
+    job: Job, chosen: Strategy, set_by_user: dict[str, Any], *, name: str | None, run_dir: Path | None,
+    reach: Reach = Reach(),  # noqa: B008
+) -> int:  # fmt: skip
     """Makes the run's folder, runs it to its end, gives its exit code. Blocks."""
     from echelon.launch.supervisor import Supervisor
 
     check_script(job)
+    if job.num_workers < reach.num_hosts:
+        raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
+                         remedy="--workers is the total of all hosts.")  # fmt: skip
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
-    now = time.time()
-    name, folder = rundir.create(job.script, name=name, run_dir=run_dir, now=now)
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
-        plan = make_plan(job, name, folder.path, listening.getsockname()[1])
+    now, given = time.time(), env.take_token()
+    token = tokens.check(given) if given is not None else None
+    address, port = listen.choose(reach.listen, reach.num_hosts)
+    with listen.open_socket(address, port) as listening:
+        name, folder = rundir.create(job.script, name=name, run_dir=run_dir, now=now)
+        plan = make_plan(job, name, folder.path, net.spell(address, listening.getsockname()[1]))
         folder.write({
             "name": name, "script": job.script, "module": job.module, "args": list(job.args),
             "strategy": dataclasses.asdict(chosen), "set_by_user": set_by_user, "num_workers": job.num_workers,
             "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
-            "coordinator": plan.coordinator,
+            "coordinator": plan.coordinator, "num_hosts": reach.num_hosts, "cwd": str(Path.cwd()),
+            "script_sha256": sameness.sha256(sameness.file_of(job, Path.cwd())), "version": sameness.version(),
         })  # fmt: skip
         display = Display(num_workers=job.num_workers, host=plan.host, own_prints=False, starting=True)
-        display.say(*fold(f"run {name} · {plan.threads_sentence} · {chosen}"))
+        threads = (
+            plan.threads_sentence
+            if reach.num_hosts == 1
+            else f"{job.num_workers} workers on {reach.num_hosts} hosts"
+        )
+        display.say(*fold(f"run {name} · {threads} · {chosen}"))
+        crew = Crew(reach.num_hosts, Me(plan.host, address), reach.join_timeout_s)
+        if crew.several:
+            display.say(
+                *invitation(plan.coordinator, net.interface_of(address), folder.token, token is not None)
+            )
         board = tensorboard.TensorBoard(folder.path / "tensorboard", wanted=chosen.tensorboard)
         with contextlib.closing(board):
-            return Supervisor(plan, folder, listening, display, [board]).run()
+            return Supervisor(plan, folder, listening, display, [board], crew, token).run()
+
+
+def invitation(coordinator: str, interface: str, token: Path, given: bool) -> list[str]:
+    """What the first host tells people to type on the others. The token itself is never shown. Pure."""
+    how = (
+        ["ECHELON_TOKEN must be set there as it is here."]
+        if given
+        else [f"The token is in {token} (mode 0600): copy it there, for example with scp -p,",
+              "or set ECHELON_TOKEN there to what is in it."]
+    )  # fmt: skip
+    file = "" if given else f" --token-file {shlex.quote(str(token))}"
+    return [
+        "on every other host, in the folder of the script:",
+        f"  echelon join {coordinator}{file}",
+        *(f"  {line}" for line in how),
+        *fold(f"control on {coordinator} ({interface}) asks for the token; gloo's own sockets between hosts, on ports that "
+              "the kernel chooses, ask for nothing: keep this network private"),
+    ]  # fmt: skip
 
 
 def state_of(folder: RunDir) -> str:

@@ -9,27 +9,28 @@ The order of a run:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from echelon import env
 from echelon.clock import Deadline
+from echelon.elastic.hosts import Seat
 from echelon.events import Event, Failed, ProcessEnded, ProcessStarted, RunEnded, RunStarted, Sink
-from echelon.launch import blame, cause, guard
-from echelon.launch.asked import Asked, Stop
+from echelon.launch import blame, cause, crew, guard, lastwords
+from echelon.launch.asked import Asked, Stop, Waker
 from echelon.launch.blame import Exit, Verdict
+from echelon.launch.crew import Crew
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
+from echelon.launch.meeting import Assembly
 from echelon.launch.rundir import Process, RunDir, start_ticks
-from echelon.launch.streams import Streams, tail
+from echelon.launch.streams import Screen, Streams, tail
 from echelon.launch.tether import Tether
-from echelon.show.ended import failure_block
+from echelon.show.lines import fold
 from echelon.show.progress import Display
 from echelon.show.summary import summary
 
@@ -51,14 +52,17 @@ class Supervisor:
         self,
         plan: Plan,
         folder: RunDir,
-        listening: socket.socket,
+        listening: socket.socket | None,
         display: Display,
         sinks: Sequence[Sink] = (),
+        hosts: Crew | None = None,
+        token: str | None = None,
     ) -> None:
         self.plan, self.folder, self.display = plan, folder, display
         self.listening, self.sinks = listening, sinks
+        self.crew, self.token = hosts or Crew(), token
         self.selector = selectors.DefaultSelector()
-        self.streams = Streams(folder, self.selector, display, plan.num_workers)
+        self.streams = Streams(folder, self.selector, self._screen(), plan.num_local)
         self.exits: dict[int, Exit] = {}
         self.failures: list[Failed] = []
         self.cgroups: dict[int, str] = {}
@@ -66,55 +70,85 @@ class Supervisor:
         self.failing_since: float | None = None
         self.done_since: float | None = None
         self.ending_since: float | None = None
+        self.tree_ending_since: float | None = None
+        self.workers_since: float | None = None
         self.ended = self.hurried = False
         self.asked = Asked()
         self.restarts = 0
         self.restarted = 0.0
         self.incarnation = 0
-        self.wake_out, self.wake_in = os.pipe()
-        for fd in (self.wake_out, self.wake_in):
-            os.set_blocking(fd, False)
+        self.waker = Waker()
 
     def run(self) -> int:
         self.started = time.monotonic()
         self.memory = cause.read(cause.cgroup_of())
         guard.become_subreaper()
         spare = frozenset(guard.descendants(os.getpid()))
-        with self.asked.listening(self.wake_in):
-            self.tether = Tether(self.folder.logs / "guard-0.log")
+        with self.asked.listening(self.waker.fd):
+            self.tether = Tether(self.folder.log("guard", self.plan.index))
             try:
                 self._start()
                 while not self.ended:
                     self._turn()
             finally:
                 self.tether.leave_nothing({process.pid for process in self.folder.processes.values()}, spare)
-                self.folder.token.unlink(missing_ok=True)
+                self.plan.token_file.unlink(missing_ok=True)
                 self.display.close()
             return self._finish()
 
     # start
 
+    def _screen(self) -> Screen:
+        return self.display
+
     def _start(self) -> None:
-        self.tether.remove_at_end(self.folder.token)
-        token = self.folder.write_token()
+        self.tether.remove_at_end(self.plan.token_file)
         self.selector.register(self.tether, selectors.EVENT_READ, self._hear_guard)
-        self.selector.register(self.wake_out, selectors.EVENT_READ, self._woken)
-        self._put("supervisor", 0, os.getpid())
-        self._put("guard", 0, self.tether.process.pid)
-        self._spawn(self.plan.coordinator_role(0, guard.PASSED_FD), self.listening.fileno())
-        for rank in range(self.plan.num_workers):
-            self._spawn(self.plan.worker(rank))
-        place = env.Place(
-            run=self.plan.name, run_dir=self.folder.path, role="supervisor", world_size=self.plan.num_workers,
-            coordinator=self.plan.coordinator, host=self.plan.host,
-        )  # fmt: skip
-        self.link = Link(place, token, self._wake)
-        self.link.start()
+        self.selector.register(self.waker, selectors.EVENT_READ, self.waker.drain)
+        self._put("supervisor", self.plan.index, os.getpid())
+        self._put("guard", self.plan.index, self.tether.process.pid)
+        self._start_roles()
+
+    def _start_roles(self) -> None:
+        """The coordinator and, once all hosts are there, this host's workers."""
+        token = self.folder.write_token(self.token)
+        self._start_coordinator()
+        if not self.crew.several:
+            self._start_workers()
+        self._start_link(token)
         record = self.folder.read()
         self.link.emit(
             RunStarted(name=self.plan.name, script=self.plan.job.script, strategy=str(record["set_by_user"].get("form", "allreduce")),
                        num_workers=self.plan.num_workers, num_threads=self.plan.num_threads)
         )  # fmt: skip
+        if self.crew.several:
+            self.crew.gather(self.link, self.waker.wake)
+
+    def _start_link(self, token: str) -> None:
+        place = env.Place(
+            run=self.plan.name, run_dir=self.folder.path, role="supervisor", rank=self.plan.index,
+            world_size=self.plan.num_workers, coordinator=self.plan.coordinator, host=self.plan.host,
+        )  # fmt: skip
+        self.link = Link(place, token, self.waker.wake)
+        self.link.start()
+
+    def _start_coordinator(self) -> None:
+        assert self.listening is not None
+        self._spawn(self.plan.coordinator_role(self.incarnation, guard.PASSED_FD), self.listening.fileno())
+
+    def _start_workers(self) -> None:
+        self.workers_since = time.monotonic()
+        for rank in self.plan.ranks:
+            self._spawn(self.plan.worker(rank))
+
+    def _formed(self, seats: tuple[Seat, ...], mine: Seat) -> None:
+        """All hosts are there: this one starts its part."""
+        self.plan = self.plan.seated(mine)
+        self.streams.expect(self.plan.num_local)
+        self.folder.update(hosts=[seat.to_dict() for seat in seats], num_threads=self.plan.num_threads)
+        self.display.note = ""
+        self.display.say(*fold(crew.seats_line(seats)), *fold(f"here: {self.plan.threads_sentence}"))
+        self._start_workers()
 
     def _spawn(self, spec: RoleSpec, *extra: int) -> None:
         writers = self.streams.open(spec.role, spec.rank)
@@ -132,25 +166,40 @@ class Supervisor:
                 self.streams.read(*key.data)
         for event in self.link.heard():
             self._on_event(event)
+        self._look_for_hosts()
         self.streams.tick()
         self.display.tick()
         self._decide(time.monotonic())
 
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake_out, 4096)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self.wake_in, b"x")
+    def _look_for_hosts(self) -> None:
+        found = self.crew.result()
+        if isinstance(found, Assembly) and self.ending_since is None:
+            self._formed(found.seats, found.mine)
+        elif isinstance(found, Stop):
+            self.stop = self.stop or found
+        elif self.workers_since is None:
+            self.display.note = self.crew.waiting()
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Failed):
             self.failures.append(event)
             self._first_failure()
+        elif self.crew.several:
+            self._on_host_event(event)
         self.display.handle(event)
         for sink in self.sinks:
             sink(event)
+
+    def _on_host_event(self, event: Event) -> None:
+        """What the other hosts tell."""
+        stop = self.crew.take(event, self.display, self.streams, self.folder, self.plan)
+        if self.ending_since is None:
+            self.stop = self.stop or stop
+        if isinstance(event, ProcessEnded) and event.rank in self.crew.ends:
+            ours = self.ending_since is not None
+            self.exits[event.rank] = Exit(event.rank, event.code, event.time, ours, event.peak_rss_bytes)
+            if event.code != 0:
+                self._first_failure()
 
     def _hear_guard(self) -> None:
         for message in self.tether.hear():
@@ -186,10 +235,14 @@ class Supervisor:
         peak = message["peak_rss_bytes"]
         self.exits[rank] = Exit(rank, code, time.time(), self.ending_since is not None, peak)
         self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
-                                    peak_rss_bytes=peak))  # fmt: skip
+                                    peak_rss_bytes=peak, **self._last_words(self.exits[rank])))  # fmt: skip
         self.link.died(rank, code)
         if code != 0:
             self._first_failure()
+
+    def _last_words(self, end: Exit) -> dict[str, Any]:
+        """What the end of a worker is told with; here, where its log lies, nothing more is needed."""
+        return {}
 
     def _on_coordinator_exit(self, code: int) -> None:
         if self.ending_since is not None:
@@ -203,7 +256,7 @@ class Supervisor:
             self.stop = self.stop or Stop(code, "the coordinator ended again and again", words)
             return
         self.display.say(f"the coordinator ended (exit code {code}) and is started again; training goes on")
-        self._spawn(self.plan.coordinator_role(self.incarnation, guard.PASSED_FD), self.listening.fileno())
+        self._start_coordinator()
 
     # settle
 
@@ -222,11 +275,20 @@ class Supervisor:
             if self.asked.times > 1 and not self.hurried:
                 self.hurried = True
                 self.tether.end(0.0)
-            self.ended = self.ended or now - self.ending_since > END_S
+            if self.tree_ending_since is None:
+                if self.hurried or self.crew.all_gone() or now - self.ending_since > crew.WAIT_S:
+                    self._end_tree()
+                return
+            self.ended = self.ended or now - self.tree_ending_since > END_S
             return
         if self.stop is not None:
             self._end()
-        elif self.failing_since is not None:
+        else:
+            self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        """Ends the run when it is over or has failed, as far as this host decides that."""
+        if self.failing_since is not None:
             if now - self.failing_since >= self._settle_s():
                 self._end()
         elif len(self.exits) == self.plan.num_workers:
@@ -236,7 +298,7 @@ class Supervisor:
                 or now - self.done_since > LAST_WORDS_S
             ):
                 self._end()
-        elif now - self.started > JOIN_TIMEOUT_S:
+        elif self.workers_since is not None and now - self.workers_since > JOIN_TIMEOUT_S:
             self._check_formed()
 
     def _settle_s(self) -> float:
@@ -266,6 +328,11 @@ class Supervisor:
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
         self.link.emit(RunEnded(code=self._code(), reason=self.stop.reason if self.stop is not None else ""))
+        if self.crew.all_gone():
+            self._end_tree()  # otherwise the others must hear of it first: _decide waits for them
+
+    def _end_tree(self) -> None:
+        self.tree_ending_since = time.monotonic()
         self.link.close(Deadline.after(0.5))
         for event in self.link.heard():
             self._on_event(event)
@@ -310,15 +377,15 @@ class Supervisor:
         return verdict.code if verdict is not None else 0
 
     def _block(self, verdict: Verdict) -> list[str]:
-        why, log = "", self.folder.log("worker", verdict.rank)
-        if verdict.exit is not None and verdict.failed is None and verdict.exit.signal:
-            after = cause.read(self.cgroups.get(verdict.rank) or cause.cgroup_of())
-            why = cause.likely_cause(verdict.exit.signal, self.memory, after, verdict.exit.peak_rss_bytes)
-        beat = self.display.progress.beats.get(verdict.rank)
-        return failure_block(
-            verdict, host=self.plan.host, step=beat.step if beat is not None else 0, log=_short(log), cause=why,
-            log_tail=tail(log), style=self.display.styled,
-        )  # fmt: skip
+        rank, log, style = verdict.rank, self.folder.log("worker", verdict.rank), self.display.styled
+        beat = self.display.progress.beats.get(rank)
+        step = beat.step if beat is not None else 0
+        if rank not in self.plan.ranks:
+            end, host = self.crew.ends.get(rank), self.crew.host_of(rank)
+            return lastwords.far(verdict, end, host=host, step=step, log=log, style=style)
+        silent = verdict.exit if verdict.failed is None else None
+        because = lastwords.why(silent, self.cgroups.get(rank, ""), self.memory)
+        return lastwords.here(verdict, host=self.plan.host, step=step, log=log, because=because, style=style)
 
     def _close(self, code: int) -> None:
         """processes.json says of everybody how it ended."""
@@ -329,9 +396,3 @@ class Supervisor:
 
     def _put(self, role: str, rank: int, pid: int, incarnation: int = 0) -> None:
         self.folder.put(Process(role, rank, self.plan.host, pid, time.time(), start_ticks(pid), incarnation))
-
-
-def _short(path: Path) -> Path:
-    with contextlib.suppress(ValueError):
-        return path.relative_to(Path.cwd())
-    return path
