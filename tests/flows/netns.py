@@ -108,7 +108,8 @@ class Network:
                 sh(*there, "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
             sh(*there, "-6", "addr", "add", f"{host.ipv6}/64", "dev", "eth0", "nodad")
             if second_network:  # an interface that leads nowhere
-                sh(*there, "link", "add", "eth9", "type", "dummy")
+                sh(*there, "link", "add", "eth9", "type", "veth", "peer", "name", "eth9x")
+                sh(*there, "link", "set", "eth9x", "up")
                 sh(*there, "link", "set", "eth9", "up")
                 sh(*there, "addr", "add", f"10.99.{number}.1/24", "dev", "eth9")
             folder = Path("/etc/netns") / host.space
