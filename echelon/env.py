@@ -54,6 +54,37 @@ def place() -> Place:
     )
 
 
+@dataclass(frozen=True)
+class Torchrun:
+    """What torchrun tells a process that it started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master: str
+    restarts: int
+
+    @property
+    def num_hosts_at_least(self) -> int:
+        """2 when some ranks are on other hosts; how many hosts there are is not told."""
+        return 1 if self.local_world_size == self.world_size else 2
+
+
+def torchrun() -> Torchrun | None:
+    """What torchrun says about this process; None when `echelon run` or nobody started it."""
+    get = os.environ.get
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if get(PREFIX + "COORDINATOR") or not get("TORCHELASTIC_RUN_ID") or not all(get(key) for key in needed):
+        return None
+    size = int(get("WORLD_SIZE", "1"))
+    return Torchrun(
+        rank=int(get("RANK", "0")), local_rank=int(get("LOCAL_RANK", "0")), world_size=size,
+        local_world_size=int(get("LOCAL_WORLD_SIZE", str(size))), master=get("MASTER_ADDR", ""),
+        restarts=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )  # fmt: skip
+
+
 def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> dict[str, str]:
     """The environment of a new process of the run: the parent's, without any token, plus its place."""
     env = {k: v for k, v in os.environ.items() if k not in (PREFIX + "TOKEN", PREFIX + "TOKEN_FILE")}

@@ -259,16 +259,19 @@ class Coordinator:
             self.table.restore(record)
 
 
-def serve(listen_fd: int, run_dir: Path, token: str) -> None:
-    """Runs the coordinator on a socket that its parent bound, until SIGTERM. Blocks; call it in the main thread."""
+def serve(listen_fd: int, run_dir: Path, token: str, lifeline_fd: int | None = None) -> None:
+    """Runs the coordinator on a socket that its parent bound, until SIGTERM, or until the other end of the pipe
+    `lifeline_fd` closes. Blocks; call it in the main thread."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(_serve(socket.socket(fileno=listen_fd), run_dir, token))
+    asyncio.run(_serve(socket.socket(fileno=listen_fd), run_dir, token, lifeline_fd))
 
 
-async def _serve(listening: socket.socket, run_dir: Path, token: str) -> None:
+async def _serve(listening: socket.socket, run_dir: Path, token: str, lifeline_fd: int | None) -> None:
     over = asyncio.Event()
+    if lifeline_fd is not None:
+        asyncio.get_running_loop().add_reader(lifeline_fd, over.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, over.set)
     coordinator = Coordinator(run_dir)

@@ -34,6 +34,7 @@ ROLES = {
     "host.refuse": frozenset({JOINER}),
     "host.reached": frozenset({JOINER, "supervisor"}),
     "host.gathered": frozenset({JOINER, "supervisor"}),
+    "host.cancel": frozenset({"supervisor"}),
 }
 """Who may call what: only hosts, before they have a seat and after."""
 
@@ -55,12 +56,14 @@ class Gathering:
         self._hosts: dict[int, Host] = {}
         self._reports: dict[int, list[str]] = {}
         self._failure: EchelonError | None = None
+        self._code = WorldError.exit_code
         self._signs: dict[int, Signs] = {}
         self._knocks: set[tuple[str, str]] = set()
         self._news = asyncio.Event()
 
     def methods(self) -> dict[str, Any]:
-        return {f"host.{m.__name__}": m for m in (self.enlist, self.refuse, self.reached, self.gathered)}
+        verbs = (self.enlist, self.refuse, self.reached, self.gathered, self.cancel)
+        return {f"host.{verb.__name__}": verb for verb in verbs}
 
     @property
     def stage(self) -> str:
@@ -126,6 +129,12 @@ class Gathering:
             else:
                 self._form()
 
+    async def cancel(self, peer: Identity, reason: str, code: int) -> None:
+        """The first host gives up before the run formed: whoever waits is told why, and ends with the same code."""
+        if peer.rank == 0 and self.stage in (GATHERING, CHECKING):
+            self._failure, self._code = WorldError(reason[:MAX_TEXT_CHARS]), code & 0xFF or 1
+            self._wake()
+
     async def gathered(self, peer: Identity, known: str, timeout_s: float) -> dict[str, Any]:
         """Waits until the stage is another than `known`; gives the stage, the hosts so far, and the seats."""
         deadline = time.monotonic() + min(max(0.0, timeout_s), MAX_WAIT_S)
@@ -133,7 +142,8 @@ class Gathering:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), left)
         if self._failure is not None:
-            raise self._failure
+            why = {"reason": self._failure.message, "remedy": self._failure.remedy, "code": self._code}
+            return {"stage": FAILED, **why}
         there = hosts.order(list(self._hosts.values()))
         return {
             "stage": self.stage, "key": _key(peer), "wanted": self.num_hosts,

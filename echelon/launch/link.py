@@ -67,6 +67,10 @@ class Link:
         """Worker `rank` is over: those who wait for it should know at once."""
         self._to_tell.put(("died", {"rank": rank, "code": code}))
 
+    def cancel(self, reason: str, code: int) -> None:
+        """The run is given up before its hosts came together: those who wait should know."""
+        self._to_tell.put(("host.cancel", {"reason": reason, "code": code}))
+
     def close(self, deadline: Deadline) -> None:
         """Tells what is still to be told, until the deadline at most, and hangs up."""
         self._to_tell.put(None)

@@ -21,6 +21,7 @@ REACH_S = 6.0
 """How long a connection to another host may take before that is told."""
 
 CALL_S = 8.0
+ENLIST_S = 3.0
 SILENT_S = 15.0
 """A coordinator that was there and says nothing for so long will not come back; restarting takes a second or two."""
 
@@ -42,6 +43,14 @@ class Assembly:
     mine: Seat
 
 
+class NotFormed(WorldError):
+    """The hosts did not come together; every host that waited ends with the same code."""
+
+    def __init__(self, reason: str, remedy: str, code: int) -> None:
+        super().__init__(reason, remedy=remedy)
+        self.exit_code = code
+
+
 def meet(
     wire: Client, me: Me, deadline: Deadline, told: Callable[[Sequence[Host]], None] | None = None
 ) -> Assembly:
@@ -54,7 +63,7 @@ def meet(
         while True:
             try:
                 if known in ("", "gathering"):
-                    stage = wire.call("host.enlist", Deadline.after(CALL_S), name=me.name, address=me.address,
+                    stage = wire.call("host.enlist", Deadline.after(ENLIST_S), name=me.name, address=me.address,
                                       workers=me.workers, probe_port=port)["stage"]  # fmt: skip
                     known = known or stage
                 answer = wire.call("host.gathered", Deadline.after(CALL_S), known=known if checked or known == "gathering" else "",
@@ -64,6 +73,8 @@ def meet(
                     raise
                 known, checked = "", False
                 continue
+            if answer["stage"] == "failed":
+                raise NotFormed(answer["reason"], answer["remedy"], answer["code"])
             answered = Deadline.after(SILENT_S)
             known, there = answer["stage"], [Host(**host) for host in answer["hosts"]]
             if told is not None:

@@ -35,11 +35,6 @@ from echelon.show.progress import Display
 from echelon.show.summary import summary
 
 TICK_S = 0.1
-SETTLE_S = 1.0
-SETTLE_CONSEQUENCE_S = 2.0
-"""When so far only consequences are known, the cause gets a little longer to show itself."""
-
-LAST_WORDS_S = 0.4
 GRACE_S = 1.0
 END_S = 6.0
 MAX_RESTARTS = 5
@@ -289,29 +284,17 @@ class Supervisor:
     def _settle(self, now: float) -> None:
         """Ends the run when it is over or has failed, as far as this host decides that."""
         if self.failing_since is not None:
-            if now - self.failing_since >= self._settle_s():
+            if now - self.failing_since >= blame.settle_s(self.exits, self.failures, self.plan.num_workers):
                 self._end()
         elif len(self.exits) == self.plan.num_workers:
             self.done_since = self.done_since or now
             if (
                 len(self.display.progress.left) == self.plan.num_workers
-                or now - self.done_since > LAST_WORDS_S
+                or now - self.done_since > blame.LAST_WORDS_S
             ):
                 self._end()
         elif self.workers_since is not None and now - self.workers_since > JOIN_TIMEOUT_S:
             self._check_formed()
-
-    def _settle_s(self) -> float:
-        """How long after the first failure the others may still speak."""
-        said = {failed.rank for failed in self.failures}
-        silent = [
-            end for end in self.exits.values() if end.code != 0 and not end.signal and end.rank not in said
-        ]
-        if len(self.exits) == self.plan.num_workers:
-            return LAST_WORDS_S if silent else 0.0
-        verdict = blame.judge(self.exits, self.failures)
-        only_consequences = verdict is not None and verdict.failed is not None and verdict.failed.consequence
-        return SETTLE_CONSEQUENCE_S if only_consequences else SETTLE_S
 
     def _check_formed(self) -> None:
         here = {*self.display.progress.beats, *self.exits}
@@ -328,6 +311,8 @@ class Supervisor:
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
         self.link.emit(RunEnded(code=self._code(), reason=self.stop.reason if self.stop is not None else ""))
+        if self.stop is not None and self.workers_since is None:
+            self.link.cancel(self.stop.reason, self.stop.code)
         if self.crew.all_gone():
             self._end_tree()  # otherwise the others must hear of it first: _decide waits for them
 

@@ -6,14 +6,12 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -74,7 +72,17 @@ class Site:
             script: str = "train.py", env: dict[str, str] | None = None) -> Running:  # fmt: skip
         """The first host. Its token is agreed on beforehand, unless `env` says otherwise."""
         listen = listen or f"{self.hosts[0].ipv4}:29400"
-        words = ["run", "--hosts", str(hosts or len(self.hosts)), "--listen", listen, "--workers", str(workers), "--name", "it"]
+        words = [
+            "run",
+            "--hosts",
+            str(hosts or len(self.hosts)),
+            "--listen",
+            listen,
+            "--workers",
+            str(workers),
+            "--name",
+            "it",
+        ]
         return self.start(0, *words, *options, script, *args, env=env)
 
     def join(self, index: int, *options: str, to: str = "", env: dict[str, str] | None = None) -> Running:
@@ -82,7 +90,10 @@ class Site:
 
     def start(self, index: int, *words: str, env: dict[str, str] | None = None) -> Running:
         home = self.home(index)
-        around = environment(self.folder) | {"ECHELON_TOKEN": "0123456789abcdef" * 4, "ECHELON_RUNS": f"{self.folder}/runs"}
+        around = environment(self.folder) | {
+            "ECHELON_TOKEN": "0123456789abcdef" * 4,
+            "ECHELON_RUNS": f"{self.folder}/runs",
+        }
         around = {key: value for key, value in (around | (env or {})).items() if value}
         command = self.hosts[index].command(sys.executable, "-m", "echelon", *words)
         self.started.append(Running(home, command, around))
@@ -186,7 +197,9 @@ def test_four_hosts_of_which_one_has_only_ipv6(tmp_path):
 
 
 def test_ranks_threads_and_prefixes(site):
-    site.script("import os; e = os.environ; print('I', e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['OMP_NUM_THREADS'])")
+    site.script(
+        "import os; e = os.environ; print('I', e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['OMP_NUM_THREADS'])"
+    )
     first = site.run(workers=3)
     other = site.join(1, "--workers", "2")
     text = ends(first, 0)
@@ -198,7 +211,14 @@ def test_ranks_threads_and_prefixes(site):
     assert "[h1:2] I 2 1 3" in there
     assert "h0:" not in there
     logs = {path.name for path in (site.folder / "runs" / "it" / "logs").iterdir()}
-    assert logs == {"worker-0.log", "worker-1.log", "worker-2.log", "guard-0.log", "guard-1.log", "coordinator-0.log"}
+    assert logs == {
+        "worker-0.log",
+        "worker-1.log",
+        "worker-2.log",
+        "guard-0.log",
+        "guard-1.log",
+        "coordinator-0.log",
+    }
 
 
 # how hosts come together
@@ -237,7 +257,7 @@ def test_a_missing_host_is_counted_and_those_who_came_are_named(site):
     other = site.join(1)
     text = ends(first, 69)
     assert "1 of 3 hosts did not come in time; those that did: h0 (10.77.0.1), h1 (10.77.0.2)" in text
-    assert "did not come" in ends(other, 69) or "is gone" in said(other)
+    assert "1 of 3 hosts did not come in time" in ends(other, 69)
     site.wait_for_nothing()
 
 
@@ -250,7 +270,7 @@ def test_numbers_that_do_not_fit_are_an_error_on_both_sides(site):
 def test_a_host_too_many_is_told_so(cut_site):
     site = cut_site
     first, other = site.run(), site.join(1)
-    shown(first, "up (×2)" if False else "[h1:1] up")
+    shown(first, "[h1:1] up")
     late = site.join(1)
     assert "the run has its 2 hosts already" in ends(late, 69)
     first.process.send_signal(signal.SIGTERM)
@@ -277,7 +297,7 @@ def test_a_wrong_script(site, there):
     site.script("print('another')", 1)
     if there == "none":
         (site.home(1) / "train.py").unlink()
-    first = site.run(script=str("train.py"), env={})
+    first = site.run(script="train.py")
     shown(first, "1 of 2 hosts")
     # the first host's folder is visible here as well, unlike on real hosts: it is taken away
     (site.home(0) / "train.py").write_text("print('changed since')")
@@ -416,7 +436,7 @@ def test_a_worker_killed_on_another_host_is_named_with_cause_and_log(site):
     site.script(TRAIN)
     first, other = site.run("99", "die"), site.join(1)
     text = ends(first, 137, 60)
-    assert "worker 1 on h1 was killed by SIGKILL (signal 9) at step" in text
+    assert "worker 1 on h1 was killed by SIGKILL (signal 9)" in text
     assert re.search(r"Its pid was \d+\. Somebody sent it SIGKILL", text)
     assert "last lines of its log: at step 3" in text
     ends(other, 137)
@@ -446,7 +466,7 @@ def test_when_the_first_supervisor_is_killed_nothing_is_left_anywhere(site, when
     seconds = site.wait_for_nothing()
     print(f"{when}: nothing left after {seconds:.1f} s")
     other.wait(1)
-    assert "is gone" in said(other) or "cannot be reached" in said(other)
+    assert "is gone" in said(other) or "refused" in said(other)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -479,7 +499,7 @@ def test_a_host_that_vanishes_is_named_within_15_s(cut_site):
 @pytest.mark.case("coordinator restarts")
 def test_training_goes_on_when_the_coordinator_is_killed(site):
     site.script(TRAIN)
-    first, other = site.run("30"), site.join(1)
+    first, other = site.run("5"), site.join(1)
     shown(first, "at step 3", 60)
     first.kill("coordinator")
     shown(first, "the coordinator ended (exit code 137) and is started again")

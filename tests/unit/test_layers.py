@@ -24,14 +24,26 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "elastic"),
     ("parallel",),
     ("prepare", "loop", "step", "facts", "build", "run", "failure", "role"),
-    ("launch", "show", "start", "cli", "__main__"),
+    ("launch", "show", "torchrun", "start", "cli", "__main__"),
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
 ENGINES = ("data", "elastic")
 """Layer 3: they meet only through layers 1 and 2, so they do not know each other."""
 
-NEEDS_TORCH = ("comm", "data", "parallel", "prepare", "loop", "step", "facts", "build", "run", "start")
+NEEDS_TORCH = (
+    "comm",
+    "data",
+    "parallel",
+    "prepare",
+    "loop",
+    "step",
+    "facts",
+    "build",
+    "run",
+    "torchrun",
+    "start",
+)
 """Everything else imports with torch blocked, so that launcher and command line start in milliseconds."""
 
 MAX_MODULE_LINES = 400
