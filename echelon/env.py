@@ -128,9 +128,11 @@ def runs_dir() -> Path:
     return Path(os.environ.get(PREFIX + "RUNS") or "runs")
 
 
-def bind_gloo(interface: str) -> None:
-    """Tells gloo and NCCL the one interface that they may listen on (they read only the environment)."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+def bind_gloo(interface: str, *, nccl: bool = False) -> None:
+    """Tells gloo (and NCCL) the one interface that it may listen on: they read only the environment."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if nccl:
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 def visible_gpus() -> int | None:

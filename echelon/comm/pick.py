@@ -82,7 +82,7 @@ class Groups:
             store = CoordinatorStore(self.member)
             host, _ = net.split(self.member.place.coordinator)
             interface = net.interface_of(self.member.place.address or net.local_address(host))
-            env.bind_gloo(interface)
+            env.bind_gloo(interface, nccl=bool(self.member.place.address))
         limit = datetime.timedelta(seconds=OP_LIMIT_S)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit

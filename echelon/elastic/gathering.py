@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,6 +81,7 @@ class Gathering:
     ) -> dict[str, Any]:
         """A host is there. May be called again after a broken connection."""
         key = _key(peer)
+        _check_address(address, name[:MAX_NAME_CHARS])
         if self._failure is None and key not in self._hosts:
             if self.stage != GATHERING or (
                 key != 0 and len(self._hosts) - (0 in self._hosts) >= self.num_hosts - 1
@@ -259,6 +261,19 @@ class Gathering:
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+def _check_address(address: str, name: str) -> None:
+    """Addresses come in numbers, and one that only its own machine reaches is of no use to the others."""
+    try:
+        number = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        raise UsageError(f"{address[:80]!r} is not an address in numbers") from None
+    if number.is_loopback or number.is_unspecified:
+        raise WorldError(
+            f"{name} says that it is at {address}: only that machine itself reaches this address",
+            remedy="Choose the interface that faces the other hosts with `echelon join --interface I`.",
+        )
 
 
 def _key(peer: Identity) -> int:

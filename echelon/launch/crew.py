@@ -27,7 +27,7 @@ from echelon.launch.local import Plan
 from echelon.launch.meeting import Assembly, Me, meet
 from echelon.launch.rundir import Process, RunDir
 from echelon.launch.streams import Streams
-from echelon.show.lines import Line, fold, spell_ranks
+from echelon.show.lines import COLUMNS, Line, fold, spell_ranks
 from echelon.show.progress import Display
 
 JOIN_S = 300.0
@@ -124,6 +124,10 @@ class Crew:
         """The name of the host where worker `rank` runs; "" when that is not known."""
         return next((seat.name for seat in self.seats if rank in seat.ranks), "")
 
+    def on_host(self, rank: int) -> str:
+        """` on h1` for messages; "" when there is one host."""
+        return f" on {self.host_of(rank)}" if self.host_of(rank) else ""
+
     def all_gone(self) -> bool:
         """Has every other host ended what it had?"""
         return {seat.index for seat in self.seats} - {0} <= self._gone
@@ -166,4 +170,4 @@ def seats_line(seats: Sequence[Seat]) -> str:
 
 
 def _lines(remedy: str) -> tuple[str, ...]:
-    return (remedy,) if remedy else ()
+    return tuple(fold(remedy, COLUMNS - 2)) if remedy else ()

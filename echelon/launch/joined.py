@@ -21,6 +21,7 @@ from echelon.launch.local import Plan
 from echelon.launch.rundir import RunDir
 from echelon.launch.streams import Screen, tail
 from echelon.launch.supervisor import GRACE_S, Supervisor
+from echelon.show.lines import fold
 from echelon.show.progress import Display
 
 ASK_S = 3.0
@@ -78,13 +79,18 @@ class JoinedSupervisor(Supervisor):
         """A wish of our own is told first, so that all hosts end alike; then the tree here ends."""
         if self.stop is not None and self.over is None and not self.lifeline.reason:
             now = time.monotonic()
-            if self.asked_since is None:
-                self.asked_since = now
-                self.link.emit(StopAsked(host=self.plan.host, code=self.stop.code, reason=self.stop.reason))
-            if now - self.asked_since < ASK_S and self.asked.times < 2:
+            asked_since = self._ask()
+            if now - asked_since < ASK_S and self.asked.times < 2:
                 return
         self.ending_since = self.ending_since or time.monotonic()
         self._end_tree()
+
+    def _ask(self) -> float:
+        """Asks the first host, once, to end the run; gives when that was."""
+        if self.asked_since is None and self.stop is not None:
+            self.asked_since = time.monotonic()
+            self.link.emit(StopAsked(host=self.plan.host, code=self.stop.code, reason=self.stop.reason))
+        return self.asked_since or 0.0
 
     def _end_tree(self) -> None:
         self.tree_ending_since = time.monotonic()
@@ -94,12 +100,14 @@ class JoinedSupervisor(Supervisor):
         """Everything here is gone: says so to the first host, and how it went to the person here."""
         self.streams.finish([failed.traceback for failed in self.failures])
         self.lifeline.close()
+        if self.stop is not None and self.over is None and self.asked_since is None:
+            self._ask()  # such as after the death of the guard here: nothing is left to wait for
         if not self.lifeline.reason:
             self.link.emit(HostLeft(host=self.plan.host, index=self.plan.index))
         self.link.close(Deadline.after(GOODBYE_S if not self.lifeline.reason else 0.0))
         code = self._code()
         if self.stop is not None and (self.over is None or self.over.code == self.stop.code):
-            self.display.say("", f"run {self.plan.name}: {self.stop.reason}")
+            self.display.say("", *fold(f"run {self.plan.name}: {self.stop.reason}"))
         elif code == 0:
             self.display.say(f"run {self.plan.name} finished")
         else:
@@ -117,6 +125,6 @@ class JoinedSupervisor(Supervisor):
         assert self.over is not None
         verdict = self._verdict()
         if self.over.reason:
-            return [f"  {self.over.reason}"]
+            return fold(f"  {self.over.reason}")
         who = [f"  worker {verdict.rank}: {verdict.reason}"] if verdict is not None else []
         return [*who, f"  the first host ({self._first}) shows the whole of it"]

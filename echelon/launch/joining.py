@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
@@ -82,27 +83,26 @@ def _find(
     what stands in the way is told at once, and when it changes; tried until the deadline."""
     host, port = net.split(address)
     identity = Identity("", JOINER, 0, secrets.randbits(KEY_BITS) + 1)
-    pause, told, again = threading.Event(), "", Deadline.after(0)
-    while True:
+    pause, told, again = threading.Event(), set[str](), Deadline.after(0)
+    for turn in itertools.count():
         try:
-            there = _facing(address, net.lookup(host))
-            known = token()
-            return (
-                Client.connect(net.spell(there, port), known, identity, deadline.sooner(TRY_S)),
-                known,
-                there,
-            )
+            found = _facing(address, net.lookup(host))
+            there, known = found[turn % len(found)], token()
+            patience = deadline.sooner(TRY_S / len(found))
+            return Client.connect(net.spell(there, port), known, identity, patience), known, there
         except (AuthError, _Loopback):
             raise
         except WorldError as error:  # no such name yet, nobody there yet, no token yet
             waiting = error
         if deadline.left_s <= PAUSE_S:
             raise WorldError(f"{waiting.message}, for as long as this host may wait", remedy=waiting.remedy)
-        if waiting.message != told or again.passed:
-            told, again = waiting.message, Deadline.after(SAY_AGAIN_S)
+        if waiting.message not in told or again.passed:
+            told.add(waiting.message)
+            again = Deadline.after(SAY_AGAIN_S)
             say(*fold(waiting.message), *(fold(f"  {waiting.remedy}") if waiting.remedy else ()),
                 f"  trying again, for {deadline.left_s:.0f} s at most")  # fmt: skip
         pause.wait(PAUSE_S)
+    raise AssertionError("not reached")
 
 
 class _NotYet(WorldError):
@@ -113,12 +113,12 @@ class _Loopback(WorldError):
     """Waiting does not help: the name means this machine here."""
 
 
-def _facing(address: str, found: list[str]) -> str:
-    """The first address that is not this machine itself."""
+def _facing(address: str, found: list[str]) -> list[str]:
+    """The addresses that are not this machine itself: they are tried in turn."""
     real = [one for one in found if not net.is_loopback(one)]
     if not real:
         raise _loopback(address, found[0])
-    return real[0]
+    return real
 
 
 def _loopback(address: str, there: str) -> _Loopback:

@@ -22,7 +22,11 @@ def parse(text: str) -> tuple[str, int]:
         port = rest[1:]
     elif text.count(":") == 1:
         host, _, port = text.partition(":")
-    if not host or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
+    if (
+        not host
+        or (text.endswith(":") and not text.endswith("::"))
+        or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536))
+    ):
         raise _not_an_address(text)
     return host, int(port or 0)
 

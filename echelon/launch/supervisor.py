@@ -300,7 +300,7 @@ class Supervisor:
         here = {*self.display.progress.beats, *self.exits}
         missing = [rank for rank in range(self.plan.num_workers) if rank not in here]
         if missing:
-            names = ", ".join(str(rank) for rank in missing)
+            names = ", ".join(f"{rank}{self.crew.on_host(rank)}" for rank in missing)
             words = tuple(tail(self.folder.log("worker", missing[0])))
             self.stop = Stop(
                 69, f"the world did not form: no word from worker {names} in {JOIN_TIMEOUT_S:g} s", words
@@ -341,7 +341,7 @@ class Supervisor:
         )
         if self.stop is not None:
             step = f" at step {progress.step}" if progress.step else ""
-            self.display.say("", f"run {self.plan.name}: {self.stop.reason}{step}",
+            self.display.say("", *fold(f"run {self.plan.name}: {self.stop.reason}{step}"),
                              *(f"  {line}" for line in self.stop.detail))  # fmt: skip
         elif verdict is not None:
             self.display.say(*self._block(verdict))

@@ -456,6 +456,23 @@ def test_a_killed_supervisor_of_another_host_is_named_and_everything_ends(site):
     site.wait_for_nothing()
 
 
+def test_a_killed_guard_of_another_host_ends_all(site):
+    first, other = site.run(), site.join(1)
+    shown(first, "[h1:1] up", 60)
+    first.kill("guard", 1)
+    assert "the run's guard process was killed, so everything was ended on h1" in ends(first, 137)
+    ends(other, 137)
+    site.wait_for_nothing()
+
+
+def test_a_name_with_two_addresses_of_which_one_listens(cut_site):
+    site = cut_site
+    site.script("print('worked')")
+    first, other = site.run(listen="[fd77::1]:29400"), site.join(1, to="h0:29400")
+    ends(first, 0)
+    ends(other, 0)
+
+
 @pytest.mark.case("USERS 17 on several hosts")
 @pytest.mark.parametrize("when", ["training", "gathering"])
 def test_when_the_first_supervisor_is_killed_nothing_is_left_anywhere(site, when):
