@@ -38,7 +38,7 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     require_built(strategy)
     require_whole(strategy)
     device = device_for(place.local_rank)
-    backend = backend_for(strategy.backend, device, place.world_size)
+    backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
     return World(place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make())
 

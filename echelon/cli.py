@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-LATER = {"servers": "parameter servers", "hosts": "runs on several hosts", "listen": "runs on several hosts"}
+LATER = {"servers": "parameter servers"}
 """Options that the contract has and this version does not: they get a clear answer, and no place in the help."""
 
 
@@ -77,6 +77,7 @@ def main() -> None:
       echelon status latest                       how a run stands
       echelon logs latest --rank 1                what a worker printed
       echelon stop latest                         end a run
+      echelon join 10.0.0.1:29400                 bring in another machine
 
     RUN is a name, the beginning of one, a folder, or `latest`.
     """
@@ -107,10 +108,14 @@ class RunCommand(click.Command):
 @click.option("--name", metavar="NAME", help="Name of the run.  [default: script-date-xxxx]")
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR",
               help="Folder of the run.  [default: $ECHELON_RUNS/NAME or runs/NAME]")  # fmt: skip
+@click.option("--hosts", "num_hosts", type=int, default=1, metavar="H", callback=_at_least_one,
+              help="Machines that take part; the others come with `echelon join`.  [default: 1]")  # fmt: skip
+@click.option("--listen", metavar="ADDR[:PORT]",
+              help="The address of this machine on which the others reach it; PORT is a free one if left out.")  # fmt: skip
+@click.option("--join-timeout-s", type=click.FloatRange(1), default=300.0, show_default=True, metavar="S",
+              help="How long to wait for the other hosts.")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--servers", hidden=True, callback=_refuse)
-@click.option("--hosts", hidden=True, callback=_refuse)
-@click.option("--listen", hidden=True, callback=_refuse)
 @click.option("--resume", is_flag=False, flag_value="", default=None, metavar="[RUN]",
               help="Go on from the last complete checkpoint of RUN (a name, a folder or a URL; default: of --name, else "
                    "of the newest run of SCRIPT).")  # fmt: skip
@@ -120,10 +125,10 @@ class RunCommand(click.Command):
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def run(
     workers: int | None, strategy_text: str, settings: tuple[str, ...], config: Path | None, name: str | None,
-    run_dir: Path | None, module: bool, resume: str | None, grace_s: float, script: str, args: tuple[str, ...],
-    **later: Any,
+    run_dir: Path | None, num_hosts: int, listen: str | None, join_timeout_s: float, module: bool, resume: str | None,
+    grace_s: float, script: str, args: tuple[str, ...], **later: Any,
 ) -> None:  # fmt: skip
-    """Train SCRIPT on several worker processes of this machine.
+    """Train SCRIPT on several worker processes, of this machine or of several.
 
     What follows SCRIPT is the script's own. The script calls echelon.init() and
     needs no other change; it also runs under plain python.
@@ -133,6 +138,10 @@ def run(
       echelon run --workers 4 train.py --lr 0.1
       echelon run --workers 2 --strategy accumulate=4,clip_norm=1 train.py
       echelon run --workers 2 --set seed=7 --name first -m project.train
+      echelon run --hosts 2 --listen 10.0.0.1 --workers 8 train.py
+
+    With --hosts, --workers is the total, dealt evenly over the hosts. The
+    command for the others is printed; nothing starts until all are there.
 
     \b
     Knobs of --strategy, --set and --config that are asked for most:
@@ -156,15 +165,50 @@ def run(
 
     \b
     Exit codes: 0, the first failing worker's own, 128+n for signal n,
-      2 usage, 69 the workers did not find each other, 75 stopped with a complete
-      checkpoint, 130 Ctrl-C.
+      2 usage, 69 the workers or hosts did not find each other, 75 stopped with a
+      complete checkpoint, 130 Ctrl-C.
     """
     from echelon.launch import local, start
 
-    job = local.Job(script, args, module, workers if workers is not None else local.count_gpus() or 1)
+    each = (local.count_gpus() or 1) * num_hosts
+    job = local.Job(script, args, module, workers if workers is not None else each)
     start.check_script(job)
     chosen, set_by_user = start.choose_strategy(strategy_text, settings, config)
-    sys.exit(start.run(job, chosen, set_by_user, name=name, run_dir=run_dir, resume=resume, grace_s=grace_s))
+    reach = start.Reach(num_hosts, listen, join_timeout_s)
+    kept = start.Kept(resume, grace_s)
+    sys.exit(start.run(job, chosen, set_by_user, name=name, run_dir=run_dir, reach=reach, kept=kept))
+
+
+@main.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--token-file", type=click.Path(path_type=Path), metavar="F",
+              help="A file of mode 0600 with the run's token.  [default: $ECHELON_TOKEN_FILE, or $ECHELON_TOKEN]")  # fmt: skip
+@click.option("--workers", type=int, metavar="n", callback=_at_least_one,
+              help="How many of the run's workers run here.  [default: an even share]")  # fmt: skip
+@click.option("--interface", metavar="I",
+              help="Talk to the others over this interface.  [default: the one on the route to the first host]")  # fmt: skip
+@click.option("--join-timeout-s", type=click.FloatRange(1), default=300.0, show_default=True, metavar="S",
+              help="How long to wait for the first host and the others.")  # fmt: skip
+def join(
+    address: str, token_file: Path | None, workers: int | None, interface: str | None, join_timeout_s: float
+) -> None:
+    """Bring this machine into a run that `echelon run --hosts` started.
+
+    HOST:PORT is what the first host printed. Start it in the folder of the
+    script, before or after the first host: it waits. The script must be the
+    same, byte for byte.
+
+    \b
+    Examples:
+      echelon join 10.0.0.1:29400 --token-file token
+      ECHELON_TOKEN=... echelon join 10.0.0.1:29400 --workers 4
+
+    It shows what the workers of this machine print, and exits with the run's
+    code.
+    """
+    from echelon.launch import joining
+
+    sys.exit(joining.join(address, token_file, workers, interface, join_timeout_s))
 
 
 @main.command()

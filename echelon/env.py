@@ -27,6 +27,8 @@ class Place:
     coordinator: str = ""
     incarnation: int = 0
     host: str = ""
+    address: str = ""
+    """This host's address that faces the others, when there are others; "" on one machine."""
 
     @property
     def supervised(self) -> bool:
@@ -48,7 +50,39 @@ def place() -> Place:
         coordinator=get(PREFIX + "COORDINATOR", ""),
         incarnation=int(get(PREFIX + "INCARNATION", "0")),
         host=socket.gethostname().split(".")[0],
+        address=get(PREFIX + "ADDRESS", ""),
     )
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """What torchrun tells a process that it started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master: str
+    restarts: int
+
+    @property
+    def num_hosts_at_least(self) -> int:
+        """2 when some ranks are on other hosts; how many hosts there are is not told."""
+        return 1 if self.local_world_size == self.world_size else 2
+
+
+def torchrun() -> Torchrun | None:
+    """What torchrun says about this process; None when `echelon run` or nobody started it."""
+    get = os.environ.get
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if get(PREFIX + "COORDINATOR") or not get("TORCHELASTIC_RUN_ID") or not all(get(key) for key in needed):
+        return None
+    size = int(get("WORLD_SIZE", "1"))
+    return Torchrun(
+        rank=int(get("RANK", "0")), local_rank=int(get("LOCAL_RANK", "0")), world_size=size,
+        local_world_size=int(get("LOCAL_WORLD_SIZE", str(size))), master=get("MASTER_ADDR", ""),
+        restarts=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )  # fmt: skip
 
 
 def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> dict[str, str]:
@@ -63,6 +97,7 @@ def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> d
         PREFIX + "WORLD_SIZE": str(where.world_size),
         PREFIX + "COORDINATOR": where.coordinator,
         PREFIX + "INCARNATION": str(where.incarnation),
+        PREFIX + "ADDRESS": where.address,
         PREFIX + "TOKEN_FILE": str(token_file),
         "RANK": str(where.rank),
         "WORLD_SIZE": str(where.world_size),
@@ -93,9 +128,11 @@ def runs_dir() -> Path:
     return Path(os.environ.get(PREFIX + "RUNS") or "runs")
 
 
-def bind_gloo(interface: str) -> None:
-    """Tells gloo the one interface that it may listen on (it reads only the environment)."""
+def bind_gloo(interface: str, *, nccl: bool = False) -> None:
+    """Tells gloo (and NCCL) the one interface that it may listen on: they read only the environment."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if nccl:
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 def visible_gpus() -> int | None:

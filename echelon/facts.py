@@ -115,12 +115,13 @@ def _compute(run: Run) -> str:
 
 def _wires(run: Run) -> list[str]:
     """Sockets that are not ours ask for no token: whoever reads the first lines should know."""
-    backend = run.world.groups.backend
-    return (
-        []
-        if backend == "alone"
-        else [f"gradients over {backend}: its sockets stay on loopback and ask for no token"]
+    backend, address = run.world.groups.backend, run.place.address
+    if backend == "alone":
+        return []
+    where = (
+        f"are on each host's address in the run's network ({address} here)" if address else "stay on loopback"
     )
+    return [f"gradients over {backend}: its sockets {where} and ask for no token"]
 
 
 def _learning_rate(run: Run) -> str:

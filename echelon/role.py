@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(2)
     try:
         if options.role == "coordinator":
-            coordinate(where, token, options.listen_fd)
+            coordinate(where, token, options.listen_fd, options.lifeline_fd)
             sys.exit(0)
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
@@ -60,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     work(script, ending)
 
 
-def coordinate(where: env.Place, token: str, listen_fd: int) -> None:
-    """Serves the run on the socket that the supervisor opened, until SIGTERM."""
+def coordinate(where: env.Place, token: str, listen_fd: int, lifeline_fd: int | None) -> None:
+    """Serves the run on the socket that the supervisor opened, until SIGTERM or until the lifeline's other end closes."""
     from echelon.elastic import coordinator
 
     if where.run_dir is None:
         raise UsageError("a coordinator needs ECHELON_RUN_DIR")
-    coordinator.serve(listen_fd, where.run_dir, token)
+    coordinator.serve(listen_fd, where.run_dir, token, lifeline_fd)
 
 
 class Ending:
@@ -224,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         role.add_argument("--rank", type=int, required=True)
         role.add_argument("--run", required=True)
     roles.choices["coordinator"].add_argument("--listen-fd", type=int, required=True)
+    roles.choices["coordinator"].add_argument("--lifeline-fd", type=int)
     return parser
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from echelon import env
 from echelon import strategy as strategies
 from echelon.control import member as members
-from echelon.events import Configured, Event, Logged, Metric
+from echelon.events import Beat, Configured, Event, Logged, Metric
 from echelon.run import Run
 from echelon.show import tensorboard
 from echelon.show.progress import Display
@@ -47,6 +47,8 @@ def init(
     chosen = _strategy(strategy, seed, fields, member.description if member else {})
     if chosen.tensorboard:
         tensorboard.require()
+    if member is None and env.torchrun() is not None:
+        return _under_torchrun(strategy, seed, name, run_dir, fields)
     if member is None:
         alone = name or f"python-{datetime.now():%m%d-%H%M%S}"
         place = env.Place(run=alone, run_dir=Path(run_dir) if run_dir else None, host=place.host)
@@ -57,6 +59,37 @@ def init(
     else:
         _run = Run(place, chosen, member, member.emit)
         atexit.register(_close, _nothing)
+    if _run.is_main:
+        _run.emit(Configured(rank=0, strategy=dataclasses.asdict(chosen)))
+    return _run
+
+
+def _under_torchrun(
+    strategy: str | Strategy | None,
+    seed: int | None,
+    name: str | None,
+    run_dir: str | Path | None,
+    fields: dict[str, Any],
+) -> Run:
+    """As a worker of `echelon run`, but rank 0 also brings the coordinator and shows the run."""
+    global _run
+    from echelon import torchrun
+
+    adopted = torchrun.adopt(name, run_dir)
+    member = adopted.member
+    chosen = _strategy(strategy, seed, fields, member.description)
+    shown: Alone | None = None
+    if adopted.folder is not None:
+        shown = Alone(member.place, chosen)
+        adopted.show(shown.take, shown.tick)
+
+    def close() -> None:
+        adopted.close(_last.beat() if _last is not None else Beat())
+        if shown is not None:
+            shown.close()
+
+    _run = Run(member.place, chosen, member, member.emit)
+    atexit.register(_close, close)
     if _run.is_main:
         _run.emit(Configured(rank=0, strategy=dataclasses.asdict(chosen)))
     return _run
@@ -89,7 +122,7 @@ class Alone:
 
     def __init__(self, place: env.Place, chosen: Strategy) -> None:
         folder = place.run_dir or env.runs_dir() / place.run
-        self._display = Display(num_workers=1)
+        self._display = Display(num_workers=place.world_size)
         self._board = tensorboard.TensorBoard(folder / "tensorboard", wanted=chosen.tensorboard)
         self._looked_at = 0.0
 
@@ -99,6 +132,14 @@ class Alone:
             event = Metric(time=event.time, step=event.step, values=event.values)
         self._display.handle(event)
         self._board(event)
+
+    def take(self, event: Event) -> None:
+        """An event of the whole run, under torchrun: the coordinator has averaged what was logged."""
+        self._display.handle(event)
+        self._board(event)
+
+    def tick(self) -> None:
+        self._display.tick()
 
     def look(self) -> None:
         """Shows how far the script is; called often, does something now and then."""

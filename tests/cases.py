@@ -40,5 +40,11 @@ ROWS = {
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
     "Group over torch.distributed with our store", "fuzz", "a rank that leaves the loop alone is named",
+    # several hosts
+    "two hosts", "four hosts, one with IPv6 only", "join before run", "a missing host is named", "wrong token", "wrong script",
+    "wrong interface", "loopback told to a remote host", "blocked port", "a failure on another host is told last",
+    "a worker of another host is killed", "a further host's supervisor is killed", "USERS 17 on several hosts",
+    "a host vanishes", "USERS 3 on several hosts", "USERS 12 on several hosts", "torchrun as the starter",
+    "workers dealt over hosts", "hosts in order", "USERS 8",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

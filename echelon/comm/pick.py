@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from echelon import env
 from echelon.clock import Deadline
+from echelon.comm import gloo
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Group
 from echelon.comm.over_torch import OP_LIMIT_S, Blame, TorchGroup
@@ -29,13 +31,15 @@ def device_for(local_rank: int) -> torch.device:
     return device
 
 
-def backend_for(asked: str, device: torch.device, workers: int) -> str:
-    """The torch backend, or "alone" for one rank that nobody asked to talk."""
+def backend_for(asked: str, device: torch.device, workers: int, several_hosts: bool = False) -> str:
+    """The torch backend, or "alone" for one rank that nobody asked to talk. Across hosts NCCL is for those who ask:
+    a rank cannot see which GPUs the others have, and all must choose alike."""
     if asked in ("gloo", "nccl"):
         return asked
     if workers == 1:
         return "alone"
-    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= workers else "gloo"
+    enough = device.type == "cuda" and torch.cuda.device_count() >= workers
+    return "nccl" if enough and not several_hosts else "gloo"
 
 
 class Groups:
@@ -54,13 +58,19 @@ class Groups:
             group = AloneGroup(self.device)
         else:
             fresh = not dist.is_initialized()
-            if fresh:
-                self._init_torch()
-            pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
+            with self._bound():
+                if fresh:
+                    self._init_torch()
+                pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
             assert pg is not None
             group = TorchGroup(pg, self.device, self._blame())
         self.made.append(group)
         return group
+
+    def _bound(self) -> contextlib.AbstractContextManager[None]:
+        """Among several hosts, the address that faces the others; on one, gloo's interface is enough."""
+        address = self.member.place.address if self.member is not None else ""
+        return gloo.bound_to(address) if address and self.backend == "gloo" else contextlib.nullcontext()
 
     def _init_torch(self) -> None:
         store: Any
@@ -71,7 +81,8 @@ class Groups:
 
             store = CoordinatorStore(self.member)
             host, _ = net.split(self.member.place.coordinator)
-            env.bind_gloo(net.interface_of(net.local_address(host)))
+            interface = net.interface_of(self.member.place.address or net.local_address(host))
+            env.bind_gloo(interface, nccl=bool(self.member.place.address))
         limit = datetime.timedelta(seconds=OP_LIMIT_S)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=limit

@@ -7,6 +7,9 @@
 
 Nonces are fresh on both sides, so nothing recorded is of use; the purpose is part of every HMAC, so nothing can be
 sent back; the keys of the frames that follow come from the same nonces, so they belong to this connection alone.
+
+A joiner (a further host's supervisor before it has a place) does not know the run's name yet: it leaves it empty, proves
+the token all the same, and learns the name over the sealed frames. It may call only what JOINER's methods allow.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from echelon.errors import AuthError, WireError
 
 VERSION = 1
 NONCE_BYTES = 32
-ROLES = frozenset({"worker", "server", "supervisor", "cli"})
+JOINER = "joiner"
+ROLES = frozenset({"worker", "server", "supervisor", "cli", JOINER})
 MAX_NAME_CHARS = 256
 
 REFUSALS = {
@@ -124,7 +128,8 @@ class ServerSide:
             _take(answer, "proof", bytes), _prove(self._token, "client", self._transcript)
         ):
             raise Refused("token")
-        if self.identity.run != self._run:
+        nameless = self.identity.role == JOINER and not self.identity.run
+        if self.identity.run != self._run and not nameless:
             raise Refused("run")
         if (
             self.identity.role not in ROLES

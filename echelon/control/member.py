@@ -49,6 +49,8 @@ class Member:
         self.term = 0
         self.stop_requested = False
         self.lost_events = 0
+        self.answered = time.monotonic()
+        """When the coordinator last answered a beat."""
         self._token = token
         self._wake = threading.Condition()
         self._queue: collections.deque[dict[str, Any]] = collections.deque()
@@ -182,7 +184,9 @@ class Member:
     ) -> bool:
         """True when the events are off our hands: taken, or such that they can never travel (counted as lost)."""
         try:
-            answer = self._beats.call("beat", deadline, beat=beat, events=events, first=first)
+            answer = self._beats.call(
+                "beat", deadline, beat=beat, events=events, first=first, sent=time.time()
+            )
         except UsageError:
             alone = len(events) <= 1
             self.lost_events += len(events) if alone else 0
@@ -192,6 +196,7 @@ class Member:
             return False
         self._batch = MAX_SENT if not events else self._batch
         self.term, self.stop_requested = answer["term"], answer["stop"]
+        self.answered = time.monotonic()
         return True
 
 

@@ -84,3 +84,52 @@ def interface_of(address: str) -> str:
 def interface_to(host: str) -> str:
     """The interface on the route to `host`."""
     return interface_of(local_address(host))
+
+
+def addresses() -> list[tuple[str, str]]:
+    """(interface, address) of this machine, as others may reach it: no loopback, no link-local; IPv4 first."""
+    import psutil
+
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                held = ipaddress.ip_address(entry.address.partition("%")[0])
+                if not held.is_loopback and not held.is_link_local:
+                    found.append((str(name), str(held)))
+    return sorted(found, key=lambda pair: ":" in pair[1])
+
+
+def spell_addresses() -> str:
+    """`eth0 10.0.0.1, eth1 192.168.7.2`: for messages."""
+    return ", ".join(f"{name} {address}" for name, address in addresses()) or "no address but loopback"
+
+
+def address_on(interface: str, facing: str) -> str:
+    """The address of `interface` in the family of the address `facing`; WorldError that lists what there is."""
+    family = ipaddress.ip_address(facing.partition("%")[0]).version
+    held = [address for name, address in addresses() if name == interface]
+    for address in held:
+        if ipaddress.ip_address(address).version == family:
+            return address
+    why = (
+        f"holds no IPv{family} address"
+        if held
+        else "is not an interface of this machine that others can reach"
+    )
+    raise WorldError(
+        f"--interface {interface}: it {why}, and the first host is at {facing}",
+        remedy=f"This machine has: {spell_addresses()}.",
+    )
+
+
+def lookup(host: str) -> list[str]:
+    """The addresses of a name (or of an address: itself), in the system's order; WorldError when there is none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise WorldError(
+            f"the name {host!r} has no address (DNS): {getattr(error, 'strerror', error)}",
+            remedy="Give the address in numbers, or add the name to /etc/hosts on this machine.",
+        ) from None
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))

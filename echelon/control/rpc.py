@@ -16,10 +16,16 @@ from echelon.control import calls, forks, frames, net
 from echelon.control.handshake import ClientSide, Identity
 from echelon.errors import AuthError, EchelonError, UsageError, WireError, WorldError
 
-__all__ = ["Client", "Identity"]
+__all__ = ["Client", "Identity", "Unreached"]
 
 RETRY_S = 0.05
 CONNECT_S = 5.0
+
+
+class Unreached(WorldError):
+    """The wire failed, not the call: nobody answered. `refused` when the machine is there and nothing listens."""
+
+    refused = False
 
 
 class Client:
@@ -91,12 +97,12 @@ class Client:
             answer = self._opener.open(_receive(wire, frames.MAX_FRAME_BYTES, deadline))
             answered = True
         except TimeoutError:
-            raise WorldError(
+            raise Unreached(
                 f"{method}: the coordinator at {self.address} did not answer in time",
                 remedy="It may be stopped or overloaded; its log is logs/coordinator-0.log in the run folder.",
             ) from None
         except OSError as error:
-            raise WorldError(
+            raise Unreached(
                 f"{method}: the connection to the coordinator at {self.address} broke: {error}"
             ) from None
         finally:
@@ -142,7 +148,7 @@ class Client:
     def _explain(self, error: Exception) -> EchelonError:
         host, _ = net.split(self.address)
         if isinstance(error, socket.gaierror):
-            return WorldError(
+            return Unreached(
                 f"{self.address}: the name {host!r} has no address (DNS): {error.strerror}",
                 remedy="Give the address in numbers, or add the name to /etc/hosts.",
             )
@@ -162,9 +168,9 @@ class Client:
                 str(error) or type(error).__name__,
                 "The coordinator may be ending, or its port was taken.",
             )
-        return WorldError(
-            f"the coordinator at {self.address} cannot be reached {way}: {found}", remedy=remedy
-        )
+        told = Unreached(f"the coordinator at {self.address} cannot be reached {way}: {found}", remedy=remedy)
+        told.refused = isinstance(error, ConnectionRefusedError)
+        return told
 
     def _drop(self) -> None:
         held, self._socket = self._socket, None

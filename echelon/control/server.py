@@ -12,9 +12,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from echelon.control import calls, frames
+from echelon.control import token as token_rules
 from echelon.control.calls import Method, Request
 from echelon.control.handshake import Identity, Refused, ServerSide, refusal
 from echelon.errors import AuthError, EchelonError, UsageError, WireError
@@ -28,7 +29,18 @@ FRAME_S = 30.0
 MAX_STRANGERS = 64
 """Connections that have not proved the token yet; further ones are closed at once, and a proper client tries again."""
 
-MIN_TOKEN_CHARS = 16
+
+class Watcher(Protocol):
+    """Who wants to know of connections. Called in the event loop; must not raise."""
+
+    def came(self, peer: Identity) -> None:
+        """A connection of `peer` proved the token."""
+
+    def went(self, peer: Identity) -> None:
+        """That connection is over, for whatever reason."""
+
+    def refused(self, address: str, code: str) -> None:
+        """Somebody at `address` was refused: see handshake.REFUSALS."""
 
 
 class Server:
@@ -46,14 +58,16 @@ class Server:
         methods: Mapping[str, Method],
         *,
         roles: Mapping[str, frozenset[str]] | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
-        if len(token) < MIN_TOKEN_CHARS:
+        if len(token) < token_rules.MIN_CHARS:
             raise AuthError(
                 f"a token of {len(token)} characters protects nothing", remedy="Use control.token.make()."
             )
         self._run, self._token = run, token
         self._methods = {name: (method, calls.Signature(name, method)) for name, method in methods.items()}
         self._roles = roles or {}
+        self._watcher = watcher
         self._strangers = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -87,7 +101,7 @@ class Server:
             finally:
                 self._strangers -= 1
             if connection is not None:
-                await self._converse(connection)
+                await self._watched(connection)
         except (EchelonError, OSError, EOFError, TimeoutError):
             pass  # its own connection is all that it costs
         except asyncio.CancelledError:
@@ -97,6 +111,15 @@ class Server:
         finally:
             writer.transport.abort()
 
+    async def _watched(self, connection: _Connection) -> None:
+        if self._watcher is not None:
+            self._watcher.came(connection.peer)
+        try:
+            await self._converse(connection)
+        finally:
+            if self._watcher is not None:
+                self._watcher.went(connection.peer)
+
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Connection | None:
         side = ServerSide(self._token, self._run)
         try:
@@ -104,6 +127,9 @@ class Server:
             session, proof = side.finish(frames.unpack(await _read(reader, frames.MAX_HELLO_BYTES)))
         except Refused as refused:
             writer.write(refusal(refused.code))
+            where = writer.get_extra_info("peername")
+            if self._watcher is not None and where:
+                self._watcher.refused(str(where[0]), refused.code)
             writer.close()
             await writer.wait_closed()
             return None

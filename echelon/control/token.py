@@ -9,10 +9,22 @@ from pathlib import Path
 
 from echelon.errors import AuthError
 
+MIN_CHARS = 16
+
 
 def make() -> str:
     """A fresh token: 64 hexadecimal digits from the system's random source."""
     return secrets.token_hex(32)
+
+
+def check(token: str) -> str:
+    """`token`, when it is long enough to protect something; AuthError otherwise."""
+    if len(token) < MIN_CHARS:
+        raise AuthError(
+            f"ECHELON_TOKEN has {len(token)} characters, too few to protect anything",
+            remedy="Use a long random one, such as `openssl rand -hex 32` gives, or leave it out.",
+        )
+    return token
 
 
 def write(path: Path, token: str) -> None:

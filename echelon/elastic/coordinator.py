@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import resource
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,21 @@ from typing import Any
 from echelon.control.handshake import Identity
 from echelon.control.roster import JOINED
 from echelon.control.server import Server
-from echelon.elastic import membership
+from echelon.elastic import gathering, membership
+from echelon.elastic.gathering import Gathering
 from echelon.elastic.history import History, read_event
 from echelon.elastic.journal import Journal
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
-from echelon.events import Beat, Event, Logged, RunEnded, StopAsked
+from echelon.events import Beat, Event, HostLeft, Logged, RunEnded, StopAsked
 
 MAX_WAIT_S = 86400.0
 MAX_PEERS = 10_000
+SKEW_S = 1.0
+"""Clocks that differ by less are taken as equal: a message may have been on its way for so long."""
+
 JOURNAL_BYTES = 8 << 20
 """Beyond this and twice its last size, the journal is written anew without what was overtaken."""
 
@@ -39,7 +45,11 @@ ROLES = {
     "died": frozenset({"supervisor"}),
     "stop": frozenset({"supervisor", "cli", "worker"}),
     "watch": frozenset({"supervisor", "cli"}),
-}
+    **{f"store.{name}": frozenset({"worker", "server", "supervisor", "cli"})
+       for name in ("set", "get", "wait", "add", "check", "compare_set", "delete", "count")},
+    **dict.fromkeys(("roster", "beat"), frozenset({"worker", "server", "supervisor", "cli"})),
+    **gathering.ROLES,
+}  # fmt: skip
 """Who may call what; a worker may ask to stop, because a signal may reach it first."""
 
 
@@ -55,6 +65,10 @@ class Coordinator:
         self.meter = Meter()
         self.stopping = ""
         self.ended = False
+        self.hosts = Gathering(
+            int(self.description.get("num_hosts", 1)), self.members.num_workers, self._take,
+            lambda record: self._note(record, sync=True), self._fall,
+        )  # fmt: skip
         self._steps: dict[int, int] = {}
         self._taken: dict[Identity, int] = {}
         self._compact_bytes = JOURNAL_BYTES
@@ -83,7 +97,8 @@ class Coordinator:
             self.delete,
             self.count,
         )
-        return {m.__name__: m for m in plain} | {f"store.{m.__name__}": m for m in store}
+        named = {m.__name__: m for m in plain} | {f"store.{m.__name__}": m for m in store}
+        return named | self.hosts.methods()
 
     def close(self) -> None:
         """Writes what is still open; the last thing this process does."""
@@ -108,6 +123,8 @@ class Coordinator:
         return {"term": self.members.term}
 
     async def died(self, peer: Identity, rank: int, code: int) -> dict[str, Any]:
+        if not self.hosts.may_bury(peer, rank):
+            raise UsageError(f"worker {rank} does not run on the host of {peer}")
         self._change(membership.died(self.members, rank, code, self._steps.get(rank, 0)))
         return {"term": self.members.term}
 
@@ -125,10 +142,17 @@ class Coordinator:
     # what happens
 
     async def beat(
-        self, peer: Identity, beat: dict[str, Any], events: list[dict[str, Any]], first: int = 0
+        self,
+        peer: Identity,
+        beat: dict[str, Any],
+        events: list[dict[str, Any]],
+        first: int = 0,
+        sent: float = 0.0,
     ) -> dict[str, Any]:
         """A sign of life and what happened since the last. `first` numbers the events, so that a batch which was sent
-        twice (its answer got lost) is taken once."""
+        twice (its answer got lost) is taken once. `sent` is the caller's clock: what another host's says is set right."""
+        self.hosts.beat(peer)
+        ahead_s = sent - time.time() if math.isfinite(sent) and sent > 0 else 0.0
         known = self._taken.get(peer, 0)
         fresh = events[max(0, known - first) :]
         if len(self._taken) > MAX_PEERS:
@@ -137,6 +161,8 @@ class Coordinator:
         for record in [beat, *fresh] if beat else fresh:
             event = read_event(record if peer.role != "worker" else {**record, "rank": peer.rank})
             if event is not None:
+                if abs(ahead_s) > SKEW_S:
+                    event = dataclasses.replace(event, time=event.time - ahead_s)
                 self._take(event)
         return {"term": self.members.term, "stop": bool(self.stopping)}
 
@@ -189,7 +215,14 @@ class Coordinator:
         reasons = "; ".join(self.members.seats[rank].reason for rank in ranks[:8])
         return PeerLost(f"waiting for others is over: {reasons}", peers=ranks)
 
+    def _fall(self, rank: int, reason: str) -> None:
+        """A worker is gone with its host."""
+        change = membership.died(self.members, rank, 137, self._steps.get(rank, 0))
+        self._change(change and dataclasses.replace(change, reason=f"{change.reason}: {reason}"))
+
     def _take(self, event: Event) -> None:
+        if isinstance(event, HostLeft):
+            self.hosts.left(event.index)
         if isinstance(event, Logged):
             if math.isfinite(event.weight):
                 for metric in self.meter.add(event, self.members.awaited):
@@ -215,7 +248,7 @@ class Coordinator:
                 if self.stopping
                 else []
             )
-            self.journal.rewrite([*seats, *stop, *self.table.records(), record])
+            self.journal.rewrite([*seats, *stop, *self.hosts.record(), *self.table.records(), record])
             self._compact_bytes = JOURNAL_BYTES + 2 * self.journal.size_bytes
 
     def _restore(self, record: Mapping[str, Any]) -> None:
@@ -223,24 +256,28 @@ class Coordinator:
             self.members = membership.apply(self.members, membership.read_change(record))
         elif record.get("kind") == "stop":
             self.stopping = str(record["reason"])
+        elif record.get("kind") == "hosts":
+            self.hosts.restore(record)
         elif record.get("kind") in ("set", "unset"):
             self.table.restore(record)
 
 
-def serve(listen_fd: int, run_dir: Path, token: str) -> None:
+def serve(listen_fd: int, run_dir: Path, token: str, lifeline_fd: int | None = None) -> None:
     """Runs the coordinator on a socket that its parent bound. Blocks; call it in the main thread.
 
-    SIGTERM ends it once the run is over; before that a first one asks the run to stop, as for any process of it.
+    SIGTERM ends it once the run is over; before that a first one asks the run to stop, as for any process of it. It
+    also ends when the other end of the pipe `lifeline_fd` closes.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(_serve(socket.socket(fileno=listen_fd), run_dir, token))
+    asyncio.run(_serve(socket.socket(fileno=listen_fd), run_dir, token, lifeline_fd))
 
 
-async def _serve(listening: socket.socket, run_dir: Path, token: str) -> None:
+async def _serve(listening: socket.socket, run_dir: Path, token: str, lifeline_fd: int | None) -> None:
     over, loop = asyncio.Event(), asyncio.get_running_loop()
     coordinator = Coordinator(run_dir)
+    asking: list[asyncio.Future[Any]] = []
 
     def terminate() -> None:
         if coordinator.ended or coordinator.stopping:
@@ -249,14 +286,23 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str) -> None:
             me = Identity(coordinator.description["name"], "coordinator", 0)
             asking.append(asyncio.ensure_future(coordinator.stop(me, "SIGTERM to the coordinator")))
 
-    asking: list[asyncio.Future[Any]] = []
     loop.add_signal_handler(signal.SIGTERM, terminate)
     loop.add_signal_handler(signal.SIGINT, over.set)
-    server = Server(str(coordinator.description["name"]), token, coordinator.methods(), roles=ROLES)
+    if lifeline_fd is not None:
+        loop.add_reader(lifeline_fd, over.set)
+    server = Server(
+        str(coordinator.description["name"]),
+        token,
+        coordinator.methods(),
+        roles=ROLES,
+        watcher=coordinator.hosts,
+    )
     await server.start(listening)
+    looking = asyncio.ensure_future(coordinator.hosts.look())
     try:
         await over.wait()
     finally:
+        looking.cancel()
         await server.close()
         coordinator.close()
 

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from echelon.clock import Clock
 from echelon.control.calls import fits
-from echelon.events import Beat, Event, from_dict
+from echelon.events import Beat, Event, Printed, from_dict
 
 BEAT_FILE_S = 5.0
 """events.jsonl gets one Beat a worker in this time; watchers get all."""
@@ -79,6 +79,8 @@ class History:
         os.close(self._fd)
 
     def _due_in_file(self, event: Event) -> bool:
+        if isinstance(event, Printed):
+            return False  # its host keeps it in a log
         if not isinstance(event, Beat):
             return True
         now = self._clock()

@@ -1,8 +1,9 @@
-"""Signals that ask a run to end."""
+"""Signals that ask a run to end, and how the loop that acts on them is woken."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,26 @@ class Stop:
     code: int
     reason: str
     detail: tuple[str, ...] = ()
+
+
+class Waker:
+    """A pipe that wakes a loop: `wake` from anywhere, a signal through `fd`, and `drain` in the loop."""
+
+    def __init__(self) -> None:
+        self._out, self.fd = os.pipe()
+        for end in (self._out, self.fd):
+            os.set_blocking(end, False)
+
+    def fileno(self) -> int:
+        return self._out
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.fd, b"x")
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._out, 4096)
 
 
 class Asked:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.events import Failed
 from echelon.failure import sounds_like_a_lost_peer
+
+SETTLE_S = 1.0
+SETTLE_CONSEQUENCE_S = 2.0
+"""When so far only consequences are known, the cause gets a little longer to show itself."""
+
+LAST_WORDS_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,17 @@ def judge(exits: Mapping[int, Exit], failures: Iterable[Failed]) -> Verdict | No
     return Verdict(
         first, _code(failed_first, end), _reason(failed_first, end), failed_first, end, taken, also
     )
+
+
+def settle_s(exits: Mapping[int, Exit], failures: Sequence[Failed], num_workers: int) -> float:
+    """How long after the first failure the others may still speak, before all are ended."""
+    said = {failed.rank for failed in failures}
+    silent = [end for end in exits.values() if end.code != 0 and not end.signal and end.rank not in said]
+    if len(exits) == num_workers:
+        return LAST_WORDS_S if silent else 0.0
+    verdict = judge(exits, failures)
+    only_consequences = verdict is not None and verdict.failed is not None and verdict.failed.consequence
+    return SETTLE_CONSEQUENCE_S if only_consequences else SETTLE_S
 
 
 CAUSE, CONSEQUENCE, ENDED_BY_US = 0, 1, 2

@@ -6,11 +6,13 @@ import collections
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from echelon.clock import Deadline
 from echelon.control.member import Member
+from echelon.control.rpc import Client, Identity
 from echelon.env import Place
 from echelon.errors import EchelonError, WorldError
 from echelon.events import Event, from_dict
@@ -28,12 +30,23 @@ class Link:
         self._heard: collections.deque[Event] = collections.deque()
         self._to_tell: queue.Queue[Event | tuple[str, dict[str, Any]] | None] = queue.Queue()
         self._over = threading.Event()
+        self._began = time.monotonic()
         self._member: Member | None = None
         self._joined = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for work, name in ((self._hear, "echelon-hear"), (self._tell, "echelon-tell"))
         ]
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the coordinator last answered."""
+        return time.monotonic() - (self._member.answered if self._member is not None else self._began)
+
+    def dial(self, deadline: Deadline) -> Client:
+        """A connection of its own to the coordinator, which may still be starting. Blocks."""
+        identity = Identity(self._place.run, self._place.role, self._place.rank, self._place.incarnation)
+        return Client.connect(self._place.coordinator, self._token, identity, deadline)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -57,6 +70,10 @@ class Link:
     def ask_stop(self, reason: str) -> None:
         """The run is to stop at its next step."""
         self._to_tell.put(("stop", {"reason": reason}))
+
+    def cancel(self, reason: str, code: int) -> None:
+        """The run is given up before its hosts came together: those who wait should know."""
+        self._to_tell.put(("host.cancel", {"reason": reason, "code": code}))
 
     def close(self, deadline: Deadline) -> None:
         """Tells what is still to be told, until the deadline at most, and hangs up."""

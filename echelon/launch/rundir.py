@@ -29,10 +29,15 @@ class Process:
     incarnation: int = 0
     code: int | None = None
     ended: float | None = None
+    elsewhere: bool = False
+    """On another host than the run folder's."""
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs here (pids are used again, their start ticks are not)."""
+        """Whether this very process still runs here (pids are used again, their start ticks are not); of another
+        host's, whether nobody said that it ended."""
+        if self.elsewhere:
+            return self.code is None
         return self.code is None and self.start_ticks != 0 and start_ticks(self.pid) == self.start_ticks
 
 
@@ -42,6 +47,8 @@ class RunDir:
 
     path: Path
     processes: dict[tuple[str, int], Process] = field(default_factory=dict)
+    owned: bool = True
+    """Only the first host writes run.json and processes.json: the folder may be on a filesystem that hosts share."""
 
     @property
     def name(self) -> str:
@@ -75,16 +82,17 @@ class RunDir:
     def put(self, process: Process) -> None:
         """Adds or replaces the process in its place (role, rank); processes.json is current when this returns."""
         self.processes[process.role, process.rank] = process
-        _replace(
-            self.path / "processes.json", json.dumps([vars(p) for p in self.processes.values()], indent=1)
-        )
+        if self.owned:
+            _replace(
+                self.path / "processes.json", json.dumps([vars(p) for p in self.processes.values()], indent=1)
+            )
 
     def load_processes(self) -> list[Process]:
         return [Process(**record) for record in _read(self.path / "processes.json", [])]
 
-    def write_token(self) -> str:
-        """A fresh token of 256 bits in a file that only its owner can read."""
-        fresh = token.make()
+    def write_token(self, given: str | None = None) -> str:
+        """A fresh token of 256 bits (or the one that was given) in a file that only its owner can read."""
+        fresh = given or token.make()
         token.write(self.token, fresh)
         return fresh
 

@@ -7,16 +7,22 @@ import dataclasses
 import difflib
 import importlib.machinery
 import io
+import shlex
 import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from echelon import env
 from echelon import strategy as strategies
+from echelon.control import net
+from echelon.control import token as tokens
 from echelon.errors import UsageError
-from echelon.launch import again, rundir
+from echelon.launch import again, listen, rundir, sameness
+from echelon.launch.crew import JOIN_S, Crew
 from echelon.launch.local import Job, make_plan
+from echelon.launch.meeting import Me
 from echelon.launch.rundir import RunDir
 from echelon.show import tensorboard
 from echelon.show.lines import fold
@@ -63,47 +69,98 @@ def choose_strategy(
     return chosen, layers[2] | layers[1] | layers[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How many hosts take part, where the first one listens, and how long it waits for the others."""
+
+    num_hosts: int = 1
+    listen: str | None = None
+    join_timeout_s: float = JOIN_S
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a run goes on from (None: nothing), and how long it may take to save when it is asked to stop."""
+
+    resume: str | None = None
+    grace_s: float = 30.0
+
+
 def run(
-    job: Job,
-    chosen: Strategy,
-    set_by_user: dict[str, Any],
-    *,
-    name: str | None,
-    run_dir: Path | None,
-    resume: str | None = None,
-    grace_s: float = 30.0,
-) -> int:
+    job: Job, chosen: Strategy, set_by_user: dict[str, Any], *, name: str | None, run_dir: Path | None,
+    reach: Reach = Reach(), kept: Kept = Kept(),  # noqa: B008
+) -> int:  # fmt: skip
     """Makes the run's folder (or goes on in an old one), runs it to its end, gives its exit code. Blocks."""
     from echelon.launch.supervisor import Supervisor
 
     check_script(job)
+    if job.num_workers < reach.num_hosts:
+        raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
+                         remedy="--workers is the total of all hosts.")  # fmt: skip
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
-    now = time.time()
-    goes_on = again.choose(resume, job, name, run_dir)
-    record: dict[str, Any] = {}
-    if goes_on is not None and goes_on.folder is not None:
-        folder = goes_on.folder
-        name, before = folder.name, folder.read()
-        record = {"started": before.get("started", now), "restarts": [*before.get("restarts", []), now]}
-        rundir.reopen(folder)
-    else:
-        name, folder = rundir.create(job.script, name=name, run_dir=run_dir, now=now)
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
-        plan = make_plan(job, name, folder.path, listening.getsockname()[1], grace_s)
+    now, given = time.time(), env.take_token()
+    token = tokens.check(given) if given is not None else None
+    address, port = listen.choose(reach.listen, reach.num_hosts)
+    goes_on = again.choose(kept.resume, job, name, run_dir)
+    with listen.open_socket(address, port) as listening:
+        name, folder, record = _folder(job, goes_on, name, run_dir, now)
+        plan = make_plan(job, name, folder.path, net.spell(address, listening.getsockname()[1]), kept.grace_s)
         folder.write({
             "name": name, "script": job.script, "module": job.module, "args": list(job.args),
             "strategy": dataclasses.asdict(chosen), "set_by_user": set_by_user, "num_workers": job.num_workers,
             "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
-            "coordinator": plan.coordinator, "grace_s": grace_s,
-            "resume": goes_on.described() if goes_on is not None else None, **record,
+            "coordinator": plan.coordinator, "num_hosts": reach.num_hosts, "cwd": str(Path.cwd()),
+            "script_sha256": sameness.sha256(sameness.file_of(job, Path.cwd())), "version": sameness.version(),
+            "grace_s": kept.grace_s, "resume": goes_on.described() if goes_on is not None else None, **record,
         })  # fmt: skip
         display = Display(num_workers=job.num_workers, host=plan.host, own_prints=False, starting=True)
-        display.say(*fold(f"run {name} · {plan.threads_sentence} · {chosen}"))
+        threads = (
+            plan.threads_sentence
+            if reach.num_hosts == 1
+            else f"{job.num_workers} workers on {reach.num_hosts} hosts"
+        )
+        display.say(*fold(f"run {name} · {threads} · {chosen}"))
+        crew = Crew(reach.num_hosts, Me(plan.host, address), reach.join_timeout_s)
+        if crew.several:
+            display.say(
+                *invitation(plan.coordinator, net.interface_of(address), folder.token, token is not None)
+            )
         board = tensorboard.TensorBoard(folder.path / "tensorboard", wanted=chosen.tensorboard)
         with contextlib.closing(board):
-            return Supervisor(plan, folder, listening, display, [board]).run()
+            return Supervisor(plan, folder, listening, display, [board], crew, token).run()
+
+
+def invitation(coordinator: str, interface: str, token: Path, given: bool) -> list[str]:
+    """What the first host tells people to type on the others. The token itself is never shown. Pure."""
+    how = (
+        ["ECHELON_TOKEN must be set there as it is here."]
+        if given
+        else [f"The token is in {token} (mode 0600): copy it there, for example with scp -p,",
+              "or set ECHELON_TOKEN there to what is in it."]
+    )  # fmt: skip
+    file = "" if given else f" --token-file {shlex.quote(str(token))}"
+    return [
+        "on every other host, in the folder of the script:",
+        f"  echelon join {coordinator}{file}",
+        *(f"  {line}" for line in how),
+        *fold(f"control on {coordinator} ({interface}) asks for the token; gloo's own sockets between hosts, on ports that "
+              "the kernel chooses, ask for nothing: keep this network private"),
+    ]  # fmt: skip
+
+
+def _folder(
+    job: Job, goes_on: again.Again | None, name: str | None, run_dir: Path | None, now: float
+) -> tuple[str, RunDir, dict[str, Any]]:
+    """The run's name and folder, made or opened again, and what its record keeps of before."""
+    if goes_on is None or goes_on.folder is None:
+        return *rundir.create(job.script, name=name, run_dir=run_dir, now=now), {}
+    folder = goes_on.folder
+    known, before = folder.name, folder.read()
+    rundir.reopen(folder)
+    record = {"started": before.get("started", now), "restarts": [*before.get("restarts", []), now]}
+    return known, folder, record
 
 
 def state_of(folder: RunDir) -> str:

@@ -6,31 +6,44 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from echelon.launch.rundir import RunDir
 from echelon.show.holdback import Holdback
 from echelon.show.lines import Collapser, Line
-from echelon.show.progress import Display
 
 LOG_TAIL_LINES = 12
 TRACEBACK_LINES = 30
 """A log that ends with a traceback of at most so many lines is shown from its beginning."""
 
 
+class Screen(Protocol):
+    """Where lines go."""
+
+    def lines(self, lines: Sequence[Line]) -> None: ...
+
+
 class Streams:
     """The pipes of all roles. Belongs to the supervisor's loop, which calls `read` when a pipe is ready."""
 
     def __init__(
-        self, folder: RunDir, selector: selectors.BaseSelector, display: Display, num_workers: int
+        self, folder: RunDir, selector: selectors.BaseSelector, display: Screen, num_workers: int
     ) -> None:
         self._folder, self._selector, self._display = folder, selector, display
         self._lines = Collapser(num_workers, time.monotonic)
         self._holdback = Holdback(time.monotonic)
         self._logs: dict[str, IO[bytes]] = {}
         self._pipes: dict[str, list[tuple[int, str]]] = {}
+
+    def expect(self, num_workers: int) -> None:
+        """How many workers speak here, now that it is known; before the first of them is opened."""
+        self._lines = Collapser(num_workers, time.monotonic)
+
+    def far(self, line: Line) -> None:
+        """A line that another host's worker wrote."""
+        self._show([line])
 
     def open(self, role: str, rank: int) -> list[int]:
         """Pipes for a new process; gives the ends that it writes to (stdout, stderr), for the caller to close."""

@@ -9,19 +9,17 @@ The order of a run:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
-import shlex
 import signal
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from echelon import env
 from echelon.clock import Deadline
+from echelon.elastic.hosts import Seat
 from echelon.events import (
     CheckpointSaved,
     Event,
@@ -34,25 +32,22 @@ from echelon.events import (
     Sink,
     StopAsked,
 )
-from echelon.launch import blame, cause, guard
-from echelon.launch.asked import Asked, Stop
+from echelon.launch import blame, cause, crew, guard, lastwords
+from echelon.launch.asked import Asked, Stop, Waker
 from echelon.launch.blame import Exit, Verdict
+from echelon.launch.crew import Crew
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
+from echelon.launch.meeting import Assembly
 from echelon.launch.preempt import Preemption
 from echelon.launch.rundir import Process, RunDir, start_ticks
-from echelon.launch.streams import Streams, tail
+from echelon.launch.streams import Screen, Streams, tail
 from echelon.launch.tether import Tether
-from echelon.show.ended import failure_block
+from echelon.show.lines import fold
 from echelon.show.progress import Display
 from echelon.show.summary import summary
 
 TICK_S = 0.1
-SETTLE_S = 1.0
-SETTLE_CONSEQUENCE_S = 2.0
-"""When so far only consequences are known, the cause gets a little longer to show itself."""
-
-LAST_WORDS_S = 0.4
 GRACE_S = 1.0
 END_S = 6.0
 MAX_RESTARTS = 5
@@ -65,14 +60,17 @@ class Supervisor:
         self,
         plan: Plan,
         folder: RunDir,
-        listening: socket.socket,
+        listening: socket.socket | None,
         display: Display,
         sinks: Sequence[Sink] = (),
+        hosts: Crew | None = None,
+        token: str | None = None,
     ) -> None:
         self.plan, self.folder, self.display = plan, folder, display
         self.listening, self.sinks = listening, sinks
+        self.crew, self.token = hosts or Crew(), token
         self.selector = selectors.DefaultSelector()
-        self.streams = Streams(folder, self.selector, display, plan.num_workers)
+        self.streams = Streams(folder, self.selector, self._screen(), plan.num_local)
         self.exits: dict[int, Exit] = {}
         self.failures: list[Failed] = []
         self.cgroups: dict[int, str] = {}
@@ -83,55 +81,85 @@ class Supervisor:
         self.failing_since: float | None = None
         self.done_since: float | None = None
         self.ending_since: float | None = None
+        self.tree_ending_since: float | None = None
+        self.workers_since: float | None = None
         self.ended = self.hurried = False
         self.asked = Asked()
         self.restarts = 0
         self.restarted = 0.0
         self.incarnation = 0
-        self.wake_out, self.wake_in = os.pipe()
-        for fd in (self.wake_out, self.wake_in):
-            os.set_blocking(fd, False)
+        self.waker = Waker()
 
     def run(self) -> int:
         self.started = time.monotonic()
         self.memory = cause.read(cause.cgroup_of())
         guard.become_subreaper()
         spare = frozenset(guard.descendants(os.getpid()))
-        with self.asked.listening(self.wake_in):
-            self.tether = Tether(self.folder.logs / "guard-0.log")
+        with self.asked.listening(self.waker.fd):
+            self.tether = Tether(self.folder.log("guard", self.plan.index))
             try:
                 self._start()
                 while not self.ended:
                     self._turn()
             finally:
                 self.tether.leave_nothing({process.pid for process in self.folder.processes.values()}, spare)
-                self.folder.token.unlink(missing_ok=True)
+                self.plan.token_file.unlink(missing_ok=True)
                 self.display.close()
             return self._finish()
 
     # start
 
+    def _screen(self) -> Screen:
+        return self.display
+
     def _start(self) -> None:
-        self.tether.remove_at_end(self.folder.token)
-        token = self.folder.write_token()
+        self.tether.remove_at_end(self.plan.token_file)
         self.selector.register(self.tether, selectors.EVENT_READ, self._hear_guard)
-        self.selector.register(self.wake_out, selectors.EVENT_READ, self._woken)
-        self._put("supervisor", 0, os.getpid())
-        self._put("guard", 0, self.tether.process.pid)
-        self._spawn(self.plan.coordinator_role(0, guard.PASSED_FD), self.listening.fileno())
-        for rank in range(self.plan.num_workers):
-            self._spawn(self.plan.worker(rank))
-        place = env.Place(
-            run=self.plan.name, run_dir=self.folder.path, role="supervisor", world_size=self.plan.num_workers,
-            coordinator=self.plan.coordinator, host=self.plan.host,
-        )  # fmt: skip
-        self.link = Link(place, token, self._wake)
-        self.link.start()
+        self.selector.register(self.waker, selectors.EVENT_READ, self.waker.drain)
+        self._put("supervisor", self.plan.index, os.getpid())
+        self._put("guard", self.plan.index, self.tether.process.pid)
+        self._start_roles()
+
+    def _start_roles(self) -> None:
+        """The coordinator and, once all hosts are there, this host's workers."""
+        token = self.folder.write_token(self.token)
+        self._start_coordinator()
+        if not self.crew.several:
+            self._start_workers()
+        self._start_link(token)
         record = self.folder.read()
         self.link.emit(
             RunStarted(name=self.plan.name, script=self.plan.job.script, strategy=str(record["set_by_user"].get("form", "allreduce")),
                        num_workers=self.plan.num_workers, num_threads=self.plan.num_threads)
         )  # fmt: skip
+        if self.crew.several:
+            self.crew.gather(self.link, self.waker.wake)
+
+    def _start_link(self, token: str) -> None:
+        place = env.Place(
+            run=self.plan.name, run_dir=self.folder.path, role="supervisor", rank=self.plan.index,
+            world_size=self.plan.num_workers, coordinator=self.plan.coordinator, host=self.plan.host,
+        )  # fmt: skip
+        self.link = Link(place, token, self.waker.wake)
+        self.link.start()
+
+    def _start_coordinator(self) -> None:
+        assert self.listening is not None
+        self._spawn(self.plan.coordinator_role(self.incarnation, guard.PASSED_FD), self.listening.fileno())
+
+    def _start_workers(self) -> None:
+        self.workers_since = time.monotonic()
+        for rank in self.plan.ranks:
+            self._spawn(self.plan.worker(rank))
+
+    def _formed(self, seats: tuple[Seat, ...], mine: Seat) -> None:
+        """All hosts are there: this one starts its part."""
+        self.plan = self.plan.seated(mine)
+        self.streams.expect(self.plan.num_local)
+        self.folder.update(hosts=[seat.to_dict() for seat in seats], num_threads=self.plan.num_threads)
+        self.display.note = ""
+        self.display.say(*fold(crew.seats_line(seats)), *fold(f"here: {self.plan.threads_sentence}"))
+        self._start_workers()
 
     def _spawn(self, spec: RoleSpec, *extra: int) -> None:
         writers = self.streams.open(spec.role, spec.rank)
@@ -149,17 +177,19 @@ class Supervisor:
                 self.streams.read(*key.data)
         for event in self.link.heard():
             self._on_event(event)
+        self._look_for_hosts()
         self.streams.tick()
         self.display.tick()
         self._decide(time.monotonic())
 
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake_out, 4096)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self.wake_in, b"x")
+    def _look_for_hosts(self) -> None:
+        found = self.crew.result()
+        if isinstance(found, Assembly) and self.ending_since is None:
+            self._formed(found.seats, found.mine)
+        elif isinstance(found, Stop):
+            self.stop = self.stop or found
+        elif self.workers_since is None:
+            self.display.note = self.crew.waiting()
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Failed):
@@ -172,9 +202,24 @@ class Supervisor:
             if self.preemption is not None:
                 self.preemption.path = event.path
                 self.preemption.saved |= isinstance(event, CheckpointSaved)
+        elif self.crew.several:
+            self._on_host_event(event)
         self.display.handle(event)
         for sink in self.sinks:
             sink(event)
+
+    def _on_host_event(self, event: Event) -> None:
+        """What the other hosts tell."""
+        stop = self.crew.take(event, self.display, self.streams, self.folder, self.plan)
+        if self.ending_since is None:
+            self.stop = self.stop or stop
+        if isinstance(event, ProcessEnded) and event.rank in self.crew.ends:
+            ours = self.ending_since is not None
+            end = self.exits[event.rank] = Exit(
+                event.rank, event.code, event.time, ours, event.peak_rss_bytes
+            )
+            if event.code != 0 and not self._in_order(end):
+                self._first_failure()
 
     def _hear_guard(self) -> None:
         for message in self.tether.hear():
@@ -212,11 +257,15 @@ class Supervisor:
         peak = message["peak_rss_bytes"]
         self.exits[rank] = Exit(rank, code, time.time(), self.ending_since is not None, peak)
         self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
-                                    peak_rss_bytes=peak))  # fmt: skip
-        in_order = self.preemption is not None and self.preemption.is_order(self.exits[rank])
+                                    peak_rss_bytes=peak, **self._last_words(self.exits[rank])))  # fmt: skip
+        in_order = self._in_order(self.exits[rank])
         self.link.died(rank, 0 if in_order else code)
         if code != 0 and not in_order:
             self._first_failure()
+
+    def _last_words(self, end: Exit) -> dict[str, Any]:
+        """What the end of a worker is told with; here, where its log lies, nothing more is needed."""
+        return {}
 
     def _on_coordinator_exit(self, code: int) -> None:
         if self.ending_since is not None:
@@ -230,7 +279,7 @@ class Supervisor:
             self.stop = self.stop or Stop(code, "the coordinator ended again and again", words)
             return
         self.display.say(f"the coordinator ended (exit code {code}) and is started again; training goes on")
-        self._spawn(self.plan.coordinator_role(self.incarnation, guard.PASSED_FD), self.listening.fileno())
+        self._start_coordinator()
 
     # settle
 
@@ -249,66 +298,64 @@ class Supervisor:
             if self.asked.times > 1 and not self.hurried:
                 self.hurried = True
                 self.tether.end(0.0)
-            self.ended = self.ended or now - self.ending_since > END_S
+            if self.tree_ending_since is None:
+                if self.hurried or self.crew.all_gone() or now - self.ending_since > crew.WAIT_S:
+                    self._end_tree()
+                return
+            self.ended = self.ended or now - self.tree_ending_since > END_S
             return
         if self.stop is not None:
             self._end()
-        elif self.failing_since is not None:
-            if now - self.failing_since >= self._settle_s():
+        else:
+            self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        """Ends the run when it is over or has failed, as far as this host decides that."""
+        if self.failing_since is not None:
+            if now - self.failing_since >= blame.settle_s(self.exits, self.failures, self.plan.num_workers):
                 self._end()
         elif self.preemption is not None and (
-            stop := self.preemption.verdict(self.exits, self.plan.num_workers, now, self._again())
+            stop := self.preemption.verdict(
+                self.exits, self.plan.num_workers, now, self.plan.job.again(self.plan.name)
+            )
         ):
             self.stop = stop
         elif len(self.exits) == self.plan.num_workers:
             self.done_since = self.done_since or now
             if (
                 len(self.display.progress.left) == self.plan.num_workers
-                or now - self.done_since > LAST_WORDS_S
+                or now - self.done_since > blame.LAST_WORDS_S
             ):
                 self._end()
-        elif now - self.started > JOIN_TIMEOUT_S:
+        elif self.workers_since is not None and now - self.workers_since > JOIN_TIMEOUT_S:
             self._check_formed()
 
     def _asked(self) -> None:
         """A first SIGTERM stops in good order; Ctrl-C, a lost terminal and anything after that end the run now."""
-        if self.asked.number == signal.SIGTERM and self.asked.times == 1 and self.failing_since is None:
-            if self.preemption is None:
-                self.link.ask_stop("SIGTERM")
-                self._preempt("SIGTERM")
-        elif self.asked.number != signal.SIGTERM or self.asked.times > 1:
+        if self.asked.number == signal.SIGTERM and self.asked.times == 1 and self.workers_since is not None:
+            if self.preemption is None and self.failing_since is None:
+                reason = (
+                    "SIGTERM" if not self.plan.index else f"SIGTERM to the supervisor on {self.plan.host}"
+                )
+                self.link.ask_stop(reason)
+                self._preempt(reason)
+        else:
             self.stop = self.asked.stop()
 
     def _preempt(self, reason: str) -> None:
         if self.preemption is None and self.ending_since is None:
             self.preemption = Preemption(time.monotonic(), self.plan.grace_s, reason, self.checkpoint)
-            self.display.say(
-                f"asked to stop ({reason}): a checkpoint at the next step, within {self.plan.grace_s:g} s"
-            )
+            limit = f"within {self.plan.grace_s:g} s"
+            self.display.say(*fold(f"asked to stop ({reason}): a checkpoint at the next step, {limit}"))
 
-    def _again(self) -> str:
-        job = self.plan.job
-        script = [*(["-m"] if job.module else []), job.script, *job.args]
-        command = ["echelon", "run", "--workers", str(job.num_workers), "--resume", self.plan.name, *script]
-        return shlex.join(command)
-
-    def _settle_s(self) -> float:
-        """How long after the first failure the others may still speak."""
-        said = {failed.rank for failed in self.failures}
-        silent = [
-            end for end in self.exits.values() if end.code != 0 and not end.signal and end.rank not in said
-        ]
-        if len(self.exits) == self.plan.num_workers:
-            return LAST_WORDS_S if silent else 0.0
-        verdict = blame.judge(self.exits, self.failures)
-        only_consequences = verdict is not None and verdict.failed is not None and verdict.failed.consequence
-        return SETTLE_CONSEQUENCE_S if only_consequences else SETTLE_S
+    def _in_order(self, end: Exit) -> bool:
+        return self.preemption is not None and self.preemption.is_order(end)
 
     def _check_formed(self) -> None:
         here = {*self.display.progress.beats, *self.exits}
         missing = [rank for rank in range(self.plan.num_workers) if rank not in here]
         if missing:
-            names = ", ".join(str(rank) for rank in missing)
+            names = ", ".join(f"{rank}{self.crew.on_host(rank)}" for rank in missing)
             words = tuple(tail(self.folder.log("worker", missing[0])))
             self.stop = Stop(
                 69, f"the world did not form: no word from worker {names} in {JOIN_TIMEOUT_S:g} s", words
@@ -319,6 +366,13 @@ class Supervisor:
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
         self.link.emit(RunEnded(code=self._code(), reason=self.stop.reason if self.stop is not None else ""))
+        if self.stop is not None and self.workers_since is None:
+            self.link.cancel(self.stop.reason, self.stop.code)
+        if self.crew.all_gone():
+            self._end_tree()  # otherwise the others must hear of it first: _decide waits for them
+
+    def _end_tree(self) -> None:
+        self.tree_ending_since = time.monotonic()
         self.link.close(Deadline.after(0.5))
         for event in self.link.heard():
             self._on_event(event)
@@ -342,7 +396,7 @@ class Supervisor:
         )
         if self.stop is not None:
             step = f" at step {progress.step}" if progress.step else ""
-            self.display.say("", f"run {self.plan.name}: {self.stop.reason}{step}",
+            self.display.say("", *fold(f"run {self.plan.name}: {self.stop.reason}{step}"),
                              *(f"  {line}" for line in self.stop.detail))  # fmt: skip
         elif verdict is not None:
             self.display.say(*self._block(verdict))
@@ -363,15 +417,15 @@ class Supervisor:
         return verdict.code if verdict is not None else 0
 
     def _block(self, verdict: Verdict) -> list[str]:
-        why, log = "", self.folder.log("worker", verdict.rank)
-        if verdict.exit is not None and verdict.failed is None and verdict.exit.signal:
-            after = cause.read(self.cgroups.get(verdict.rank) or cause.cgroup_of())
-            why = cause.likely_cause(verdict.exit.signal, self.memory, after, verdict.exit.peak_rss_bytes)
-        beat = self.display.progress.beats.get(verdict.rank)
-        return failure_block(
-            verdict, host=self.plan.host, step=beat.step if beat is not None else 0, log=_short(log), cause=why,
-            log_tail=tail(log), style=self.display.styled,
-        )  # fmt: skip
+        rank, log, style = verdict.rank, self.folder.log("worker", verdict.rank), self.display.styled
+        beat = self.display.progress.beats.get(rank)
+        step = beat.step if beat is not None else 0
+        if rank not in self.plan.ranks:
+            end, host = self.crew.ends.get(rank), self.crew.host_of(rank)
+            return lastwords.far(verdict, end, host=host, step=step, log=log, style=style)
+        silent = verdict.exit if verdict.failed is None else None
+        because = lastwords.why(silent, self.cgroups.get(rank, ""), self.memory)
+        return lastwords.here(verdict, host=self.plan.host, step=step, log=log, because=because, style=style)
 
     def _close(self, code: int) -> None:
         """processes.json says of everybody how it ended."""
@@ -382,9 +436,3 @@ class Supervisor:
 
     def _put(self, role: str, rank: int, pid: int, incarnation: int = 0) -> None:
         self.folder.put(Process(role, rank, self.plan.host, pid, time.time(), start_ticks(pid), incarnation))
-
-
-def _short(path: Path) -> Path:
-    with contextlib.suppress(ValueError):
-        return path.relative_to(Path.cwd())
-    return path

@@ -36,8 +36,11 @@ class Line:
     stream: str
     ranks: tuple[int, ...]
     text: str
+    host: str = ""
+    """Where it was written, when that is not here."""
 
     def render(self, host: str) -> str:
+        host = self.host or host
         if not self.text.strip():
             return f"[{host}:{spell_ranks(self.ranks)}]"
         count = f" (×{len(self.ranks)})" if len(self.ranks) > 1 else ""

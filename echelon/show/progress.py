@@ -60,6 +60,8 @@ class Display:
         self.progress = Progress(num_workers)
         self.broken = False
         """True when nobody reads any more (`echelon run … | head`)."""
+        self.note = ""
+        """What the run waits for before there are workers; shown in place of who is there."""
         self._host, self._clock = host, clock
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._live_wanted = _is_terminal(self._err) if live is None else live
@@ -135,7 +137,9 @@ class Display:
     @property
     def _note(self) -> str:
         """What there is to say before the first step; "" when there is nothing."""
-        return starting_line(self.progress) if self._starting and self.progress.step == 0 else ""
+        return (
+            (self.note or starting_line(self.progress)) if self._starting and self.progress.step == 0 else ""
+        )
 
     def close(self) -> None:
         """The live line goes; lines can still be written."""

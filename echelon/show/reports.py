@@ -95,6 +95,11 @@ def status_lines(report: dict[str, Any]) -> list[str]:
         lines += fold(
             "  last " + ", ".join(f"{name} {number(value)}" for name, value in report["metrics"].items())
         )
+    names = {process["host"] for process in report["processes"]}
+
+    def on(process: dict[str, Any]) -> str:
+        return f"on {process['host']} " * (len(names) > 1)
+
     for process in report["processes"]:
         name = f"{process['role']} {process['rank']}"
         state = (
@@ -106,7 +111,7 @@ def status_lines(report: dict[str, Any]) -> list[str]:
         )
         step = f", step {process['step']}" if process["step"] is not None else ""
         doing = f", {process['doing']}" if process["doing"] and process["alive"] else ""
-        lines.append(f"  {name:<14} pid {process['pid']:<8} {state}{step}{doing}")
+        lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}")
     lines += [f"  worker {f['rank']} failed at step {f['step']}: {f['error']}"
               for f in report["failures"] if not f["consequence"]]  # fmt: skip
     return lines
@@ -117,7 +122,15 @@ def log(folder: RunDir, role: str, rank: int, *, follow: bool) -> Iterator[bytes
     path = folder.log(role, rank)
     if not path.exists():
         there = ", ".join(sorted(p.stem for p in folder.logs.glob("*.log"))) or "none"
-        raise UsageError(f"run {folder.name} has no log of {role} {rank}", remedy=f"There are: {there}.")
+        far = [p for p in folder.load_processes() if (p.role, p.rank) == (role, rank) and p.elsewhere]
+        where = (
+            f" It runs on {far[0].host}: its log is there, in logs/{path.name} of the run's folder."
+            if far
+            else ""
+        )
+        raise UsageError(
+            f"run {folder.name} has no log of {role} {rank} here", remedy=f"There are: {there}.{where}"
+        )
     return _pieces(folder, path, follow)
 
 

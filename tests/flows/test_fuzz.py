@@ -146,9 +146,11 @@ class Fuzzer:
 
 
 NAMES = ["key", "keys", "value", "amount", "beat", "events", "first", "after", "timeout_s", "expected", "desired",
-         "term", "host", "pid", "rank", "code", "step"]  # fmt: skip
+         "term", "host", "pid", "rank", "code", "step", "name", "address", "workers", "probe_port", "known", "problems", "reason",
+         "sent"]  # fmt: skip
 METHODS = ["describe", "join", "beat", "roster", "leave", "died", "watch", "stop", "store.set", "store.get",
-           "store.wait", "store.add", "store.check", "store.compare_set", "store.delete", "store.count"]  # fmt: skip
+           "store.wait", "store.add", "store.check", "store.compare_set", "store.delete", "store.count", "host.enlist",
+           "host.refuse", "host.reached", "host.gathered", "host.cancel"]  # fmt: skip
 VALUES: list[Any] = [None, True, 0, -1, (1 << 64) - 1, 1.5, float("inf"), "", "k", "x" * 5000, b"", b"v" * 100, [], ["k"],
                      [["k"]], [1], {}, {"event": "Beat"}, [{"event": "Beat", "step": "x"}], [{"event": "Warned", "message": "t"}],
                      [{"event": "Logged", "step": 1 << 62, "values": {"a": 1}, "weight": -1.0}], [{"event": "No"}]]  # fmt: skip

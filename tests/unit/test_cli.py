@@ -27,7 +27,7 @@ def echelon(*args: str) -> Result:
 
 
 @pytest.mark.case("--help")
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["runs", "--help"], ["logs", "-h"], ["status", "-h"], ["stop", "-h"]])  # fmt: skip
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["runs", "--help"], ["logs", "-h"], ["status", "-h"], ["stop", "-h"], ["join", "-h"]])  # fmt: skip
 def test_help_is_there_and_fits(args):
     result = echelon(*args)
     assert result.exit_code == 0
@@ -39,9 +39,19 @@ def test_help_of_run_shows_only_what_works():
     text = echelon("run", "--help").output
     assert all(
         word in text
-        for word in ("--workers", "--strategy", "--set", "--config", "--name", "--run-dir", "Examples")
+        for word in (
+            "--workers",
+            "--strategy",
+            "--set",
+            "--config",
+            "--name",
+            "--run-dir",
+            "--hosts",
+            "--listen",
+            "Examples",
+        )
     )
-    assert not any(word in text for word in ("--servers", "--hosts", "--resume", "--grace-s", "--listen"))
+    assert not any(word in text for word in ("--servers", "--resume", "--grace-s"))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +65,9 @@ def test_help_of_run_shows_only_what_works():
         (["--config", "none.toml"], "does not exist"),
         (["--servers", "2"], "parameter servers yet"),
         (["--resume"], "resuming from checkpoints yet"),
-        (["--hosts", "a,b"], "several hosts yet"),
+        (["--hosts", "a,b"], "not a valid integer"),
+        (["--hosts", "2", "--workers", "1"], "each has at least one"),
+        (["--listen", "10.0.0.1:x"], "is not an address"),
         (["--workers", "0"], "the least is 1"),
         (["--workers", "two"], "not a valid integer"),
         (["--name", "../x"], "cannot name a folder"),

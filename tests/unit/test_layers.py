@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "elastic", "checkpoint"),
     ("parallel",),
     ("prepare", "loop", "step", "facts", "build", "run", "failure", "role"),
-    ("launch", "show", "start", "cli", "__main__"),
+    ("launch", "show", "torchrun", "start", "cli", "__main__"),
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
@@ -42,6 +42,7 @@ NEEDS_TORCH = (
     "facts",
     "build",
     "run",
+    "torchrun",
     "start",
 )
 """Everything else imports with torch blocked, so that launcher and command line start in milliseconds."""
