@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from echelon import env
 from echelon.clock import Deadline
-from echelon.control import member
+from echelon.control import member, stacks
 from echelon.errors import EchelonError, UsageError
 from echelon.events import Left
 
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    stacks.install()
     joining = member.Joining(where, token, Deadline.after(JOIN_S))
     member.set_current(joining)
     ending = Ending(joining)

@@ -22,6 +22,7 @@ from echelon.control.server import Server
 from echelon.elastic import membership
 from echelon.elastic.history import History, read_event
 from echelon.elastic.journal import Journal
+from echelon.elastic.lookout import Lookout
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
@@ -29,6 +30,7 @@ from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
 from echelon.events import Beat, Event, Logged
 
 MAX_WAIT_S = 86400.0
+LOOK_S = 1.0
 MAX_PEERS = 10_000
 JOURNAL_BYTES = 8 << 20
 """Beyond this and twice its last size, the journal is written anew without what was overtaken."""
@@ -39,6 +41,7 @@ ROLES = {
     "died": frozenset({"supervisor"}),
     "stop": frozenset({"supervisor", "cli", "worker"}),
     "watch": frozenset({"supervisor", "cli"}),
+    "seen": frozenset({"supervisor"}),
 }
 """Who may call what; a worker may ask to stop, because a signal may reach it first."""
 
@@ -53,6 +56,7 @@ class Coordinator:
         self.table = Table(lambda record: self._note(record, sync=False))
         self.history = History(run_dir / "events.jsonl")
         self.meter = Meter()
+        self.lookout = Lookout()
         self.stopping = ""
         self._steps: dict[int, int] = {}
         self._taken: dict[Identity, int] = {}
@@ -71,6 +75,7 @@ class Coordinator:
             self.died,
             self.watch,
             self.stop,
+            self.seen,
         )
         store = (
             self.set,
@@ -99,6 +104,7 @@ class Coordinator:
     async def join(self, peer: Identity, host: str, pid: int) -> dict[str, Any]:
         self._taken.pop(peer, None)
         if peer.role == "worker":
+            self.lookout.joined(peer.rank)
             self._change(membership.join(self.members, peer.rank, host[:256], pid, peer.incarnation))
         return {"term": self.members.term}
 
@@ -137,6 +143,20 @@ class Coordinator:
             if event is not None:
                 self._take(event)
         return {"term": self.members.term, "stop": bool(self.stopping)}
+
+    async def seen(
+        self, peer: Identity, host: str, ranks: dict[str, Any], stacks: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A host's supervisor tells {rank: [state, CPU seconds]} of its processes, and is told whose stack is wanted."""
+        self.lookout.seen(host[:256], ranks, stacks)
+        return {"wanted": self.lookout.wanted()}
+
+    async def look(self) -> None:
+        """Once a second: is somebody stuck? Never returns."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for event in self.lookout.look(self.members.seats, self.members.num_workers):
+                self.history.add(event)
 
     async def watch(self, peer: Identity, after: int, timeout_s: float) -> dict[str, Any]:
         return await self.history.watch(after, _timeout(timeout_s))
@@ -195,6 +215,7 @@ class Coordinator:
             return
         if isinstance(event, Beat) and event.rank is not None and event.rank in self.members.seats:
             self._steps[event.rank] = event.step
+            self.lookout.beat(event)
         self.history.add(event)
 
     def _seat(self, seat: Change) -> dict[str, Any]:
@@ -239,9 +260,11 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str) -> None:
     coordinator = Coordinator(run_dir)
     server = Server(str(coordinator.description["name"]), token, coordinator.methods(), roles=ROLES)
     await server.start(listening)
+    looking = asyncio.create_task(coordinator.look())
     try:
         await over.wait()
     finally:
+        looking.cancel()
         await server.close()
         coordinator.close()
 

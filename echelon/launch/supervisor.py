@@ -26,7 +26,9 @@ from echelon.launch.asked import Asked, Stop
 from echelon.launch.blame import Exit, Verdict
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
+from echelon.launch.patience import Patience
 from echelon.launch.rundir import Process, RunDir, start_ticks
+from echelon.launch.seeing import Seeing
 from echelon.launch.streams import Streams, tail
 from echelon.launch.tether import Tether
 from echelon.show.ended import failure_block
@@ -68,6 +70,11 @@ class Supervisor:
         self.ending_since: float | None = None
         self.ended = self.hurried = False
         self.asked = Asked()
+        self.patience = Patience(
+            folder.read().get("strategy", {}),
+            lambda rank: str(_short(folder.log("worker", rank))),
+            lambda: self.display.styled,
+        )
         self.restarts = 0
         self.restarted = 0.0
         self.incarnation = 0
@@ -110,6 +117,8 @@ class Supervisor:
         )  # fmt: skip
         self.link = Link(place, token, self._wake)
         self.link.start()
+        self.seeing = Seeing(self.plan.host, self._worker_pids, lambda: self.link.member)
+        self.seeing.start()
         record = self.folder.read()
         self.link.emit(
             RunStarted(name=self.plan.name, script=self.plan.job.script, strategy=str(record["set_by_user"].get("form", "allreduce")),
@@ -148,6 +157,7 @@ class Supervisor:
         if isinstance(event, Failed):
             self.failures.append(event)
             self._first_failure()
+        self.display.say(*self.patience.hear(event, time.monotonic()))
         self.display.handle(event)
         for sink in self.sinks:
             sink(event)
@@ -218,6 +228,8 @@ class Supervisor:
             self.stop = self.asked.stop()
         if self.display.broken and self.stop is None and self.ending_since is None:
             self.stop = Stop(141, "nobody reads the output any more")
+        if self.stop is None and self.ending_since is None and self.failing_since is None:
+            self.stop = self.patience.stop(now)
         if self.ending_since is not None:
             if self.asked.times > 1 and not self.hurried:
                 self.hurried = True
@@ -265,6 +277,7 @@ class Supervisor:
 
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
+        self.seeing.close()
         self.link.emit(RunEnded(code=self._code(), reason=self.stop.reason if self.stop is not None else ""))
         self.link.close(Deadline.after(0.5))
         for event in self.link.heard():
@@ -287,7 +300,9 @@ class Supervisor:
             samples=progress.samples,
             metrics=progress.metrics,
         )
-        if self.stop is not None:
+        if self.stop is not None and self.stop.block:
+            self.display.say(*self.stop.block)
+        elif self.stop is not None:
             step = f" at step {progress.step}" if progress.step else ""
             self.display.say("", f"run {self.plan.name}: {self.stop.reason}{step}",
                              *(f"  {line}" for line in self.stop.detail))  # fmt: skip
@@ -326,6 +341,10 @@ class Supervisor:
             if process.code is None:
                 process.code, process.ended = (code if process.role == "supervisor" else 0), time.time()
                 self.folder.put(process)
+
+    def _worker_pids(self) -> dict[int, int]:
+        processes = list(self.folder.processes.items())
+        return {rank: p.pid for (role, rank), p in processes if role == "worker" and p.code is None}
 
     def _put(self, role: str, rank: int, pid: int, incarnation: int = 0) -> None:
         self.folder.put(Process(role, rank, self.plan.host, pid, time.time(), start_ticks(pid), incarnation))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome
 from echelon.parallel.gradsync import Share
@@ -81,6 +82,7 @@ class Exchange:
             joined = joined[n:]
         return sorted(found)
 
+    @activity.named("run.evaluate")
     def ratios(self, totals: dict[str, list[float]]) -> dict[str, float]:
         """{name: [sum, count]} of each rank -> {name: sum / count} of all; a rank without samples learns the names."""
         names = self.words(sorted(totals))
@@ -88,6 +90,7 @@ class Exchange:
         pairs = zip(names, sums[::2], sums[1::2], strict=True)
         return {name: total / count if count else float("nan") for name, total, count in pairs}
 
+    @activity.named("run.gather")
     def gather(self, x: Tensor, share: Share) -> Tensor:
         """The rows of all ranks in global order; differentiable. Rows of a stand-in are left out."""
         out = _Gather.apply(x, self, share)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon import activity
 from echelon.parallel.average import Average
 from echelon.prepare.loader import Feed
 
 Judge = Callable[[nn.Module, Any], dict[str, tuple[Any, Any]]]
 
 
+@activity.named("run.evaluate")
 def totals(model: nn.Module, feed: Feed, fn: Judge, average: Average | None) -> dict[str, list[float]]:
     """{name: [sum, count]} over this rank's samples, in float64; the model is in eval mode meanwhile."""
     found: dict[str, list[float]] = {}

@@ -1,0 +1,354 @@
+"""Is the run stuck, and who holds it up? Pure: a decision with its reason, out of what every rank last said.
+
+Waits make a graph: a rank that waits in operation n of a group waits for every rank that has not begun n there. Whoever
+does not wait himself at its end holds up the others; a circle means that ranks stand in different collectives. A rank
+that moves, or that is in a named phase, is never blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from echelon.activity import ANYBODY, COMPILING, DATA, PHASE, Wait
+from echelon.control.roster import JOINED
+
+STOPPED, SILENT, UNREACHABLE = "stopped", "silent", "unreachable"
+ASLEEP, BUSY, IN_DATA = "asleep", "busy", "data"
+MISMATCH, ABSENT, LINK = "mismatch", "absent", "link"
+KINDS = (STOPPED, SILENT, UNREACHABLE, ASLEEP, BUSY, IN_DATA, MISMATCH, ABSENT, LINK)
+
+SLOW_LABELS = (COMPILING, "run.save", "checkpoint")
+"""What may rightly take minutes on one rank while the others wait."""
+
+BUSY_SHARE = 0.2
+"""Of one core; below it a process counts as asleep."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The times of the decision, in seconds."""
+
+    least_s: float = 10.0
+    steps: float = 3.0
+    """A rank may stand still for the longer of `least_s` and this many median steps."""
+    waited_s: float = 3.0
+    """Somebody must have waited this long for it."""
+    mismatch_s: float = 5.0
+    link_s: float = 30.0
+    first_s: float = 60.0
+    """A rank that computes, before the first step: imports, loading, warming up."""
+    slow_s: float = 300.0
+    """A rank that does one of SLOW_LABELS."""
+    notice_s: float = 30.0
+
+
+DEFAULT = Options()
+
+
+@dataclass(frozen=True)
+class View:
+    """What is known of one rank. Ages are seconds before now."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    state: str = JOINED
+    step: int = 0
+    beat_age_s: float = 0.0
+    still_s: float = 0.0
+    """Since its progress last moved."""
+    doing: str = ""
+    site: str = ""
+    wait: Wait | None = None
+    begun: Mapping[str, int] = field(default_factory=dict)
+    cpu_share: float | None = None
+    """Cores used since it stands still, or since it fell silent; None when not known."""
+    process: str = ""
+    """R, S, D, T, … as its host's supervisor last saw it; "" when nobody looked."""
+    process_age_s: float | None = None
+    """Since its host's supervisor last said anything; None when it never did."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who holds up the run and how. `ranks` may be several, and none for a link that cannot be laid at one's door."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    reason: str
+    others: tuple[str, ...] = ()
+    stops: bool = True
+    sure: bool = False
+
+
+def limit_s(median_step_s: float, options: Options) -> float:
+    """How long a rank may stand still."""
+    return max(options.steps * median_step_s, options.least_s)
+
+
+def decide(views: Sequence[View], median_step_s: float, options: Options = DEFAULT) -> Verdict | None:
+    """Who holds up the run now, or None."""
+    limit = limit_s(median_step_s, options)
+    here = [view for view in views if view.state == JOINED]
+    heard = [view for view in here if not _silent(view, limit)]
+    waits = {view.rank: _missing(view, views) for view in heard if view.wait is not None}
+    return (
+        _unheard(here, heard, waits, limit, options)
+        or _crossed(views, waits, options)
+        or _idle(views, waits, limit, options)
+        or _broken(here, waits, limit, options)
+        or _starved(here, limit, options)
+    )
+
+
+# a rank from which nothing comes
+
+
+def _silent(view: View, limit: float) -> bool:
+    return view.beat_age_s >= limit
+
+
+def _unheard(
+    here: Sequence[View], heard: Sequence[View], waits: Mapping[int, set[int]], limit: float, options: Options
+) -> Verdict | None:
+    found: list[tuple[View, str]] = []
+    for view in here:
+        if not _silent(view, limit) or view.beat_age_s < _silence_s(view, limit, options):
+            continue
+        held = _held_up(view, heard, waits, options)
+        if held or not heard:
+            found.append((view, _kind_of_silence(view, limit)))
+    if not found:
+        return None
+    view, kind = max(found, key=lambda pair: (KINDS[::-1].index(pair[1]), pair[0].beat_age_s))
+    alike = tuple(v.rank for v, k in found if k == kind)
+    return Verdict(kind, alike, _why_silent(view, kind), _others(here, waits, alike), sure=kind == STOPPED)
+
+
+def _silence_s(view: View, limit: float, options: Options) -> float:
+    """How long this one may say nothing: what burns CPU may be long work that holds the GIL."""
+    if view.process in ("T", "t"):
+        return limit
+    works = (view.cpu_share or 0.0) > BUSY_SHARE
+    if view.doing.startswith(PHASE):
+        return float("inf") if works else limit
+    if view.doing in SLOW_LABELS:
+        return max(limit, options.slow_s)
+    return max(limit, options.first_s) if works and view.step == 0 else limit
+
+
+def _held_up(view: View, heard: Sequence[View], waits: Mapping[int, set[int]], options: Options) -> bool:
+    """Does somebody wait for it? Having begun an operation helps nobody if the process stands still in it."""
+    return any(
+        other.wait is not None
+        and other.wait.for_s >= options.waited_s
+        and (view.rank in waits[other.rank] or not waits[other.rank])
+        for other in heard
+    )
+
+
+def _kind_of_silence(view: View, limit: float) -> str:
+    if view.process_age_s is not None and view.process_age_s >= limit:
+        return UNREACHABLE
+    return STOPPED if view.process in ("T", "t") else SILENT
+
+
+def _why_silent(view: View, kind: str) -> str:
+    age = f"{view.beat_age_s:.0f} s"
+    if kind == STOPPED:
+        return f"its process is stopped since {age} (SIGSTOP, or a debugger); kill -CONT {view.pid} lets it go on"
+    if kind == UNREACHABLE:
+        return f"nothing was heard of it nor of its host for {age}: the host is down, or the link to it"
+    if view.process == "D":
+        return f"no word for {age}: the kernel holds its process (state D: a disk or a network file system)"
+    share = f", {view.cpu_share:.0%} of a core" if view.cpu_share is not None else ""
+    state = f"its process runs (state {view.process}{share}) but" if view.process else "it"
+    return f"{state} says nothing for {age}: code that holds the GIL, or a machine that swaps"
+
+
+# ranks that wait for each other
+
+
+def _missing(view: View, views: Sequence[View]) -> set[int]:
+    """Ranks that have not begun what `view` waits in; those that ended among them."""
+    wait = view.wait
+    assert wait is not None
+    if wait.group == "phase":
+        return {0} - {view.rank}
+    if wait.number == ANYBODY:
+        alike = {
+            v.rank for v in views if v.state == JOINED and v.wait is not None and v.wait.group == wait.group
+        }
+        return {v.rank for v in views} - alike - {view.rank}
+    return {v.rank for v in views if v.begun.get(wait.group, 0) < wait.number} - {view.rank}
+
+
+def _crossed(views: Sequence[View], waits: Mapping[int, set[int]], options: Options) -> Verdict | None:
+    """Ranks in different collectives: each waits for one that waits for it; or one that ended is waited for."""
+    by_rank = {view.rank: view for view in views}
+    steady = {
+        rank: missing
+        for rank, missing in waits.items()
+        if (wait := by_rank[rank].wait) is not None
+        and min(wait.for_s, by_rank[rank].still_s) >= options.mismatch_s
+    }
+    circle = _circle(steady) or _unlike(steady, by_rank)
+    if circle:
+        first, second = circle[0], circle[-1]
+        both = "; ".join(f"worker {rank} {_place(by_rank[rank])}" for rank in (first, second))
+        reason = f"the workers are in different collectives, and none of them can end: {both}"
+        return Verdict(MISMATCH, tuple(circle), reason, _others(views, waits, ()), sure=True)
+    for rank, missing in sorted(steady.items()):
+        gone = sorted(r for r in missing if by_rank[r].state != JOINED)
+        if gone:
+            view = by_rank[gone[0]]
+            reason = (
+                f"its script came to its end after step {view.step}, and worker {rank} still waits for it"
+            )
+            return Verdict(ABSENT, tuple(gone), reason, _others(views, waits, tuple(gone)), sure=True)
+    return None
+
+
+def _circle(edges: Mapping[int, set[int]]) -> list[int]:
+    """Ranks each of which waits for the next, the last for the first; [] when there are none."""
+    over: set[int] = set()
+    for start in sorted(edges):
+        path: list[int] = []
+        at: int | None = start
+        while at is not None and at not in over and at not in path:
+            path.append(at)
+            at = next((rank for rank in sorted(edges.get(at, ())) if rank in edges), None)
+        if at is not None and at in path:
+            return path[path.index(at) :]
+        over |= set(path)
+    return []
+
+
+def _unlike(steady: Mapping[int, set[int]], by_rank: Mapping[int, View]) -> list[int]:
+    """Two ranks in one operation of a group that is not the same one: other kind or size."""
+    seen: dict[tuple[str, int], int] = {}
+    for rank in sorted(steady):
+        wait = by_rank[rank].wait
+        assert wait is not None
+        if wait.number == ANYBODY:
+            continue
+        first = seen.setdefault((wait.group, wait.number), rank)
+        there = by_rank[first].wait
+        assert there is not None
+        if (there.what, there.num_bytes) != (wait.what, wait.num_bytes):
+            return [first, rank]
+    return []
+
+
+# a rank that does not wait and does not move
+
+
+def _idle(
+    views: Sequence[View], waits: Mapping[int, set[int]], limit: float, options: Options
+) -> Verdict | None:
+    by_rank = {view.rank: view for view in views}
+    waited_for = {
+        missing
+        for rank, ranks in waits.items()
+        if (wait := by_rank[rank].wait) is not None and wait.for_s >= options.waited_s
+        for missing in ranks
+    }
+    found = [
+        view
+        for view in views
+        if view.rank in waited_for
+        and view.state == JOINED
+        and view.wait is None
+        and not _silent(view, limit)
+        and view.still_s >= _stillness_s(view, limit, options)
+    ]
+    if not found:
+        return None
+    worst = max(found, key=lambda view: view.still_s)
+    kind = _kind_of_stillness(worst)
+    alike = tuple(view.rank for view in found if _kind_of_stillness(view) == kind)
+    return Verdict(kind, alike, _why_still(worst, kind), _others(views, waits, alike))
+
+
+def _stillness_s(view: View, limit: float, options: Options) -> float:
+    if view.doing.startswith(PHASE):
+        return float("inf")
+    if view.doing in SLOW_LABELS:
+        return max(limit, options.slow_s)
+    return max(limit, options.first_s) if view.step == 0 and _kind_of_stillness(view) == BUSY else limit
+
+
+def _kind_of_stillness(view: View) -> str:
+    if view.doing == DATA:
+        return IN_DATA
+    return BUSY if (view.cpu_share or 0.0) > BUSY_SHARE else ASLEEP
+
+
+def _why_still(view: View, kind: str) -> str:
+    age = f"{view.still_s:.0f} s"
+    where = f" in {view.doing}" if view.doing in SLOW_LABELS or view.doing.startswith("run.") else ""
+    if kind == IN_DATA:
+        return f"it waits for its next batch since {age}"
+    if kind == BUSY:
+        return f"it computes{where} since {age} and does not come"
+    return f"it sleeps{where} since {age} and does not come"
+
+
+# everybody came, and nothing moves
+
+
+def _broken(
+    here: Sequence[View], waits: Mapping[int, set[int]], limit: float, options: Options
+) -> Verdict | None:
+    patience = max(limit, options.link_s if any(view.step for view in here) else options.first_s)
+    stands = [
+        view
+        for view in here
+        if view.wait is not None
+        and view.rank in waits
+        and view.wait.number != ANYBODY
+        and view.wait.group != "phase"
+        and not waits[view.rank]
+        and min(view.wait.for_s, view.still_s) >= patience
+    ]
+    if len(stands) != len(here) or not here:
+        return None
+    wait = stands[0].wait
+    assert wait is not None
+    reason = f"every worker is in {wait.what} since {wait.for_s:.0f} s and nothing moves: a link between them is dead"
+    return Verdict(LINK, (), reason, _others(here, waits, ()))
+
+
+def _starved(here: Sequence[View], limit: float, options: Options) -> Verdict | None:
+    """Nobody waits for anybody, but all wait for data: worth a notice, no more."""
+    patience = max(limit, options.notice_s)
+    if not here or any(
+        view.doing != DATA or view.still_s < patience or view.wait is not None for view in here
+    ):
+        return None
+    worst = max(here, key=lambda view: view.still_s)
+    return Verdict(IN_DATA, tuple(v.rank for v in here), _why_still(worst, IN_DATA), stops=False)
+
+
+# words
+
+
+def _place(view: View) -> str:
+    wait = view.wait
+    if wait is None:
+        return "waits for nobody"
+    at = f" at {view.site}" if view.site else ""
+    return f"in {wait.what}{at}"
+
+
+def _others(views: Sequence[View], waits: Mapping[int, set[int]], culprits: Sequence[int]) -> tuple[str, ...]:
+    lines = []
+    for view in views:
+        if view.rank in waits and view.rank not in culprits and view.wait is not None:
+            number = f" (number {view.wait.number})" if view.wait.number != ANYBODY else ""
+            lines.append(
+                f"worker {view.rank} ({view.host}:{view.pid}) waits in {view.wait.what}{number} "
+                f"since {view.wait.for_s:.0f} s" + (f" at {view.site}" if view.site else "")
+            )
+    return tuple(lines)
