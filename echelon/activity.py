@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DATA, COMPILING, BACKWARD = "data", "compiling", "backward"
+DATA, COMPILING, BACKWARD, ENDED = "data", "compiling", "backward", "script ended"
 PHASE = "phase "
 """The label of a named rank-0 phase is this and its name."""
 
@@ -137,6 +137,16 @@ def now() -> Now:
     else:
         found = _torch_wait(walked)
     return Now(_progress[0], doing, site(walked), found, dict(begun))
+
+
+def label() -> str:
+    """What this thread is inside of; "" when it has no name."""
+    return _labels.get(threading.get_ident(), "")
+
+
+def own_site() -> str:
+    """The innermost line of the script's own code in this thread."""
+    return site(_walk(sys._getframe(1)))
 
 
 def site(walked: list[tuple[str, int, str]]) -> str:

@@ -20,7 +20,7 @@ import types
 from collections.abc import Sequence
 from typing import NoReturn
 
-from echelon import env
+from echelon import activity, env
 from echelon.clock import Deadline
 from echelon.control import member, stacks
 from echelon.errors import EchelonError, UsageError
@@ -135,6 +135,7 @@ def work(script: Sequence[str], ending: Ending) -> NoReturn:
         except SystemExit as leaving:
             if exit_code(leaving) != 0:
                 raise
+        activity.inside(activity.ENDED).__enter__()  # for good: threads and atexit handlers may still run
         ending.done()
     except BaseException as error:  # the script's, or our own at its end
         code = exit_code(error)

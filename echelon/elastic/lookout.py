@@ -27,8 +27,8 @@ NUM_STEPS = 64
 GAP_S = 3.0
 """When we ourselves did not look for so long, nobody else is to blame for it."""
 
-WANTED_S = 5.0
-"""A stack is asked for when a rank is silent, or without data, for this long."""
+AHEAD_S = 4.0
+"""A stack is asked for this long before it will be shown."""
 
 STACK_S = 5.0
 """A stack that was asked for is shown if it is not older than this."""
@@ -126,17 +126,22 @@ class Lookout:
             if text.isdigit() and isinstance(frames, list) and frames:
                 self.stacks[int(text)] = ([str(frame)[:MAX_CHARS] for frame in frames[-MAX_FRAMES:]], now)
 
-    def wanted(self) -> list[int]:
-        """Ranks whose stack should be asked for now: silent, or long in their data, and not asked a moment ago."""
+    def wanted(self) -> dict[str, str]:
+        """{rank: "process" or "loaders"}: whose stack should be asked for now.
+
+        The process of one that is about to count as silent; the loader processes of one that is about to count as without
+        data, since its own stack comes with its beats.
+        """
         now = self._clock()
-        return [
-            number
+        after_s = stuck.limit_s(self.median_step_s(), self.options) - AHEAD_S
+        return {
+            str(number): "process" if now - rank.at > after_s else "loaders"
             for number, rank in self.ranks.items()
-            if (now - rank.at > WANTED_S or (rank.beat.doing == DATA and now - rank.moved_at > WANTED_S))
+            if (now - rank.at > after_s or (rank.beat.doing == DATA and now - rank.moved_at > after_s))
             and now - self.stacks.get(number, ([], -STACK_S))[1] >= STACK_S
             and self.processes.get(number) is not None
             and self.processes[number].state not in ("T", "t", "Z")
-        ]
+        }
 
     def look(self, seats: Mapping[int, Change], num_workers: int) -> list[Event]:
         """Decides; gives the events of a new incident or of one that is over."""
@@ -200,13 +205,15 @@ class Lookout:
                 stops=verdict.stops, sure=verdict.sure,
             )  # fmt: skip
         view, rank = views[first], self.ranks[first]
+        # a rank that cannot speak was part of every step that the others committed meanwhile
+        step = max(view.step, *(v.step for v in views.values())) if view.beat_age_s > 1.0 else view.step
         stack, stack_age_s = rank.beat.stack, now - rank.at
         asked, asked_at = self.stacks.get(first, ([], 0.0))
         if asked and now - asked_at <= STACK_S + 2.0:
             stack, stack_age_s = asked, now - asked_at
         return Stuck(
             rank=first, kind=verdict.kind, reason=verdict.reason, ranks=list(verdict.ranks), host=view.host,
-            pid=view.pid, step=view.step, age_s=view.still_s, stack=list(stack), stack_age_s=stack_age_s,
+            pid=view.pid, step=step, age_s=view.still_s, stack=list(stack), stack_age_s=stack_age_s,
             others=list(verdict.others), stops=verdict.stops, sure=verdict.sure,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from echelon.activity import ANYBODY, COMPILING, DATA, PHASE, Wait
+from echelon.activity import ANYBODY, COMPILING, DATA, ENDED, PHASE, Wait
 from echelon.control.roster import JOINED
 
 STOPPED, SILENT, UNREACHABLE = "stopped", "silent", "unreachable"
@@ -195,12 +195,10 @@ def _crossed(views: Sequence[View], waits: Mapping[int, set[int]], options: Opti
     }
     circle = _circle(steady) or _unlike(steady, by_rank)
     if circle:
-        first, second = circle[0], circle[-1]
-        both = "; ".join(f"worker {rank} {_place(by_rank[rank])}" for rank in (first, second))
-        reason = f"the workers are in different collectives, and none of them can end: {both}"
+        reason = "they wait in different collectives, none of which can end"
         return Verdict(MISMATCH, tuple(circle), reason, _others(views, waits, ()), sure=True)
     for rank, missing in sorted(steady.items()):
-        gone = sorted(r for r in missing if by_rank[r].state != JOINED)
+        gone = sorted(r for r in missing if _ended(by_rank[r]))
         if gone:
             view = by_rank[gone[0]]
             reason = (
@@ -208,6 +206,10 @@ def _crossed(views: Sequence[View], waits: Mapping[int, set[int]], options: Opti
             )
             return Verdict(ABSENT, tuple(gone), reason, _others(views, waits, tuple(gone)), sure=True)
     return None
+
+
+def _ended(view: View) -> bool:
+    return view.state != JOINED or (view.doing == ENDED and view.wait is None)
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
@@ -332,14 +334,6 @@ def _starved(here: Sequence[View], limit: float, options: Options) -> Verdict | 
 
 
 # words
-
-
-def _place(view: View) -> str:
-    wait = view.wait
-    if wait is None:
-        return "waits for nobody"
-    at = f" at {view.site}" if view.site else ""
-    return f"in {wait.what}{at}"
 
 
 def _others(views: Sequence[View], waits: Mapping[int, set[int]], culprits: Sequence[int]) -> tuple[str, ...]:

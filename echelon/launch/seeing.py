@@ -39,29 +39,34 @@ class Seeing:
 
     def _look(self) -> None:
         wire: Client | None = None
-        wanted: list[int] = []
+        wanted: dict[str, str] = {}
         while not self._over.wait(LOOK_S):
             member = self._member()
             if member is None:
                 continue
             pids = self._pids()
             told = {str(rank): list(state) for rank, pid in pids.items() if (state := stacks.state(pid))}
-            found = {str(rank): stack for rank in wanted if rank in pids and (stack := stack_of(pids[rank]))}
+            found = {
+                rank: stack
+                for rank, whose in wanted.items()
+                if int(rank) in pids and (stack := stack_of(pids[int(rank)], whose))
+            }
             try:
                 wire = wire or member.dial(Deadline.after(TELL_S))
                 answer = wire.call("seen", Deadline.after(TELL_S), host=self._host, ranks=told, stacks=found)
-                wanted = [int(rank) for rank in answer["wanted"]]
+                wanted = dict(answer["wanted"])
             except EchelonError:
-                wanted = []
+                wanted = {}
         if wire is not None:
             wire.close()
 
 
-def stack_of(pid: int) -> list[str]:
-    """The stack of the loader process that is busy with a sample, if this worker has one; else the worker's own."""
-    children = [child for child in sorted(guard.descendants(pid)) if stacks.state(child)]
-    for child in children[:MAX_LOADERS]:
+def stack_of(pid: int, whose: str) -> list[str]:
+    """The stack of this worker's process, or of that one of its "loaders" which is at a sample; [] when there is none."""
+    if whose != "loaders":
+        return stacks.ask(pid, Deadline.after(STACK_S))
+    for child in sorted(guard.descendants(pid))[:MAX_LOADERS]:
         stack = stacks.ask(child, Deadline.after(STACK_S))
         if any("/torch/utils/data/_utils/fetch.py:" in frame for frame in stack):
             return [*stack, f"(loader process {child})"]
-    return stacks.ask(pid, Deadline.after(STACK_S))
+    return []
