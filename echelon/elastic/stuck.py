@@ -87,38 +87,64 @@ def limit_s(median_step_s: float, options: Options) -> float:
     return max(options.steps * median_step_s, options.least_s)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank may stand still, or say nothing, in this run now."""
+
+    plain_s: float
+    busy_s: float
+    """… while it computes."""
+    slow_s: float
+    """… at one of SLOW_LABELS."""
+    link_s: float
+    notice_s: float
+
+    @classmethod
+    def of(cls, views: Sequence[View], median_step_s: float, options: Options) -> Limits:
+        plain_s = limit_s(median_step_s, options)
+        first_s = 0.0 if any(view.step for view in views) else options.first_s
+        return cls(
+            plain_s, max(plain_s, first_s), max(plain_s, options.slow_s),
+            max(plain_s, options.link_s, first_s), max(plain_s, options.notice_s),
+        )  # fmt: skip
+
+
 def decide(views: Sequence[View], median_step_s: float, options: Options = DEFAULT) -> Verdict | None:
     """Who holds up the run now, or None."""
-    limit = limit_s(median_step_s, options)
+    limits = Limits.of(views, median_step_s, options)
     here = [view for view in views if view.state == JOINED]
-    heard = [view for view in here if not _silent(view, limit)]
+    heard = [view for view in here if not _silent(view, limits)]
     waits = {view.rank: _missing(view, views) for view in heard if view.wait is not None}
     return (
-        _unheard(here, heard, waits, limit, options)
+        _unheard(here, heard, waits, limits, options)
         or _crossed(views, waits, options)
-        or _idle(views, waits, limit, options)
-        or _broken(here, waits, limit, options)
-        or _starved(here, limit, options)
+        or _idle(views, waits, limits, options)
+        or _broken(here, waits, limits)
+        or _starved(here, limits)
     )
 
 
 # a rank from which nothing comes
 
 
-def _silent(view: View, limit: float) -> bool:
-    return view.beat_age_s >= limit
+def _silent(view: View, limits: Limits) -> bool:
+    return view.beat_age_s >= limits.plain_s
 
 
 def _unheard(
-    here: Sequence[View], heard: Sequence[View], waits: Mapping[int, set[int]], limit: float, options: Options
+    here: Sequence[View],
+    heard: Sequence[View],
+    waits: Mapping[int, set[int]],
+    limits: Limits,
+    options: Options,
 ) -> Verdict | None:
     found: list[tuple[View, str]] = []
     for view in here:
-        if not _silent(view, limit) or view.beat_age_s < _silence_s(view, limit, options):
+        if not _silent(view, limits) or view.beat_age_s < _silence_s(view, limits):
             continue
         held = _held_up(view, heard, waits, options)
         if held or not heard:
-            found.append((view, _kind_of_silence(view, limit)))
+            found.append((view, _kind_of_silence(view, limits)))
     if not found:
         return None
     view, kind = max(found, key=lambda pair: (KINDS[::-1].index(pair[1]), pair[0].beat_age_s))
@@ -126,16 +152,16 @@ def _unheard(
     return Verdict(kind, alike, _why_silent(view, kind), _others(here, waits, alike), sure=kind == STOPPED)
 
 
-def _silence_s(view: View, limit: float, options: Options) -> float:
+def _silence_s(view: View, limits: Limits) -> float:
     """How long this one may say nothing: what burns CPU may be long work that holds the GIL."""
     if view.process in ("T", "t"):
-        return limit
+        return limits.plain_s
     works = (view.cpu_share or 0.0) > BUSY_SHARE
     if view.doing.startswith(PHASE):
-        return float("inf") if works else limit
+        return float("inf") if works else limits.plain_s
     if view.doing in SLOW_LABELS:
-        return max(limit, options.slow_s)
-    return max(limit, options.first_s) if works and view.step == 0 else limit
+        return limits.slow_s
+    return limits.busy_s if works else limits.plain_s
 
 
 def _held_up(view: View, heard: Sequence[View], waits: Mapping[int, set[int]], options: Options) -> bool:
@@ -148,8 +174,8 @@ def _held_up(view: View, heard: Sequence[View], waits: Mapping[int, set[int]], o
     )
 
 
-def _kind_of_silence(view: View, limit: float) -> str:
-    if view.process_age_s is not None and view.process_age_s >= limit:
+def _kind_of_silence(view: View, limits: Limits) -> str:
+    if view.process_age_s is not None and view.process_age_s >= limits.plain_s:
         return UNREACHABLE
     return STOPPED if view.process in ("T", "t") else SILENT
 
@@ -247,7 +273,7 @@ def _unlike(steady: Mapping[int, set[int]], by_rank: Mapping[int, View]) -> list
 
 
 def _idle(
-    views: Sequence[View], waits: Mapping[int, set[int]], limit: float, options: Options
+    views: Sequence[View], waits: Mapping[int, set[int]], limits: Limits, options: Options
 ) -> Verdict | None:
     by_rank = {view.rank: view for view in views}
     waited_for = {
@@ -262,8 +288,8 @@ def _idle(
         if view.rank in waited_for
         and view.state == JOINED
         and view.wait is None
-        and not _silent(view, limit)
-        and view.still_s >= _stillness_s(view, limit, options)
+        and not _silent(view, limits)
+        and view.still_s >= _stillness_s(view, limits)
     ]
     if not found:
         return None
@@ -273,12 +299,12 @@ def _idle(
     return Verdict(kind, alike, _why_still(worst, kind), _others(views, waits, alike))
 
 
-def _stillness_s(view: View, limit: float, options: Options) -> float:
+def _stillness_s(view: View, limits: Limits) -> float:
     if view.doing.startswith(PHASE):
         return float("inf")
     if view.doing in SLOW_LABELS:
-        return max(limit, options.slow_s)
-    return max(limit, options.first_s) if view.step == 0 and _kind_of_stillness(view) == BUSY else limit
+        return limits.slow_s
+    return limits.busy_s if _kind_of_stillness(view) == BUSY else limits.plain_s
 
 
 def _kind_of_stillness(view: View) -> str:
@@ -300,10 +326,7 @@ def _why_still(view: View, kind: str) -> str:
 # everybody came, and nothing moves
 
 
-def _broken(
-    here: Sequence[View], waits: Mapping[int, set[int]], limit: float, options: Options
-) -> Verdict | None:
-    patience = max(limit, options.link_s if any(view.step for view in here) else options.first_s)
+def _broken(here: Sequence[View], waits: Mapping[int, set[int]], limits: Limits) -> Verdict | None:
     stands = [
         view
         for view in here
@@ -312,7 +335,7 @@ def _broken(
         and view.wait.number != ANYBODY
         and view.wait.group != "phase"
         and not waits[view.rank]
-        and min(view.wait.for_s, view.still_s) >= patience
+        and min(view.wait.for_s, view.still_s) >= limits.link_s
     ]
     if len(stands) != len(here) or not here:
         return None
@@ -322,12 +345,10 @@ def _broken(
     return Verdict(LINK, (), reason, _others(here, waits, ()))
 
 
-def _starved(here: Sequence[View], limit: float, options: Options) -> Verdict | None:
+def _starved(here: Sequence[View], limits: Limits) -> Verdict | None:
     """Nobody waits for anybody, but all wait for data: worth a notice, no more."""
-    patience = max(limit, options.notice_s)
-    if not here or any(
-        view.doing != DATA or view.still_s < patience or view.wait is not None for view in here
-    ):
+    starved = [v for v in here if v.doing == DATA and v.still_s >= limits.notice_s and v.wait is None]
+    if not here or len(starved) != len(here):
         return None
     worst = max(here, key=lambda view: view.still_s)
     return Verdict(IN_DATA, tuple(v.rank for v in here), _why_still(worst, IN_DATA), stops=False)
