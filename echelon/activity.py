@@ -128,7 +128,7 @@ def now() -> Now:
         others = [(ident, record) for ident, record in list(_waits.items()) if ident != main]
         thread, wait = others[0] if others else (main, None)  # backward on a GPU runs in threads of its own
     label = _labels.get(thread) or _labels.get(main, "")
-    known = _recognised(files)
+    known = recognised(files)
     doing = known if known in (DATA, COMPILING) and not label.startswith(PHASE) else label or known
     found = None
     if wait is not None:
@@ -164,7 +164,10 @@ def _spoken(what: str, group: str, label: str) -> str:
     return f"{what} of {group}" if group else what
 
 
-def _recognised(files: list[str]) -> str:
+def recognised(files: list[str]) -> str:
+    """What a thread is doing whose frames lie in these files; "" when that cannot be seen."""
+    if any(file.startswith("<frozen importlib") for file in files):
+        return ""  # torch's compiler is imported long before anything is compiled
     if any("/torch/_dynamo/" in file or "/torch/_inductor/" in file for file in files):
         return COMPILING
     if any("/torch/utils/data/" in file for file in files):

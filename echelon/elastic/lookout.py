@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from echelon import activity
 from echelon.activity import DATA, Wait
 from echelon.clock import Clock
 from echelon.control.roster import JOINED
@@ -189,11 +190,20 @@ class Lookout:
         told = self.hosts.get(process.host if process is not None else seat.host)
         return View(
             rank=number, host=seat.host, pid=seat.pid, state=seat.state, step=max(beat.step, seat.step),
-            beat_age_s=silent_s, still_s=now - rank.moved_at, doing=beat.doing, site=beat.site,
+            beat_age_s=silent_s, still_s=now - rank.moved_at, doing=self._doing(number, rank), site=beat.site,
             wait=wait if beat.waits_in else None, begun=beat.begun, cpu_share=share,
             process=process.state if process is not None else "",
             process_age_s=None if told is None else now - told,
         )  # fmt: skip
+
+    def _doing(self, number: int, rank: Rank) -> str:
+        """What it last said, unless its stack was asked for since: then what that shows."""
+        frames, at = self.stacks.get(number, ([], 0.0))
+        if at <= rank.at or rank.beat.doing.startswith(activity.PHASE):
+            return rank.beat.doing
+        files = [frame.rpartition(":")[0] for frame in frames]
+        saving = rank.beat.doing if any("/echelon/prepare/save.py" in file for file in files) else ""
+        return saving or activity.recognised(files)
 
     def _event(self, verdict: Verdict, views: Mapping[int, View], now: float) -> Stuck:
         first = verdict.ranks[0] if verdict.ranks and verdict.kind != stuck.MISMATCH else None

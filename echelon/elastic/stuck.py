@@ -140,9 +140,9 @@ def _unheard(
 ) -> Verdict | None:
     found: list[tuple[View, str]] = []
     for view in here:
-        if not _silent(view, limits) or view.beat_age_s < _silence_s(view, limits):
-            continue
         held = _held_up(view, heard, waits, options)
+        if not _silent(view, limits) or view.beat_age_s < _silence_s(view, held, limits):
+            continue
         if held or not heard:
             found.append((view, _kind_of_silence(view, limits)))
     if not found:
@@ -152,26 +152,33 @@ def _unheard(
     return Verdict(kind, alike, _why_silent(view, kind), _others(here, waits, alike), sure=kind == STOPPED)
 
 
-def _silence_s(view: View, limits: Limits) -> float:
-    """How long this one may say nothing: what burns CPU may be long work that holds the GIL."""
+def _silence_s(view: View, held: Sequence[View], limits: Limits) -> float:
+    """How long this one may say nothing: what burns CPU may be long work that holds the GIL.
+
+    Its last word may be older than its phase: those who wait for it elsewhere have seen the end of that.
+    """
     if view.process in ("T", "t"):
         return limits.plain_s
     works = (view.cpu_share or 0.0) > BUSY_SHARE
-    if view.doing.startswith(PHASE):
+    in_phase = all(other.wait is not None and other.wait.group == "phase" for other in held)
+    if view.doing.startswith(PHASE) and in_phase:
         return float("inf") if works else limits.plain_s
     if view.doing in SLOW_LABELS:
         return limits.slow_s
     return limits.busy_s if works else limits.plain_s
 
 
-def _held_up(view: View, heard: Sequence[View], waits: Mapping[int, set[int]], options: Options) -> bool:
-    """Does somebody wait for it? Having begun an operation helps nobody if the process stands still in it."""
-    return any(
-        other.wait is not None
+def _held_up(
+    view: View, heard: Sequence[View], waits: Mapping[int, set[int]], options: Options
+) -> list[View]:
+    """Who waits for it. Having begun an operation helps nobody if the process stands still in it."""
+    return [
+        other
+        for other in heard
+        if other.wait is not None
         and other.wait.for_s >= options.waited_s
         and (view.rank in waits[other.rank] or not waits[other.rank])
-        for other in heard
-    )
+    ]
 
 
 def _kind_of_silence(view: View, limits: Limits) -> str:

@@ -77,6 +77,8 @@ ROWS = {
     "its host is silent too": ([waiting(0, 11), silent(1, 12, process_age_s=12)], 0.1, ("unreachable", (1,))),
     "a whole host is silent": (
         [waiting(0, 11), silent(1, 12, process_age_s=12), silent(2, 12, process_age_s=11)], 0.1, ("unreachable", (1, 2))),
+    "holds the GIL behind a phase": (
+        [silent(0, 10, doing="phase x", cpu_share=1.0), waiting(1, 9)], 0.1, ("silent", (0,))),
     "nobody ever looked at its process": ([waiting(0, 9.5), silent(1, 10, "", None)], 0.1, ("silent", (1,))),
     "alone and stopped": ([silent(0, 10, "T")], 0.1, ("stopped", (0,))),
     "alone and holding the GIL": ([silent(0, 10, cpu_share=1.0)], 0.1, ("silent", (0,))),
