@@ -144,11 +144,9 @@ class Coordinator:
                 self._take(event)
         return {"term": self.members.term, "stop": bool(self.stopping)}
 
-    async def seen(
-        self, peer: Identity, host: str, ranks: dict[str, Any], stacks: dict[str, Any]
-    ) -> dict[str, Any]:
+    async def seen(self, peer: Identity, ranks: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
         """A host's supervisor tells {rank: [state, CPU seconds]} of its processes, and is told whose stack is wanted."""
-        self.lookout.seen(host[:256], ranks, stacks)
+        self.lookout.seen(ranks, stacks)
         return {"wanted": self.lookout.wanted()}
 
     async def look(self) -> None:

@@ -42,7 +42,6 @@ MAX_CHARS = 1000
 class Seen:
     """What a host's supervisor last said of a process, with the CPU it had used when the rank last beat."""
 
-    host: str
     state: str
     cpu_s: float
     at: float
@@ -70,7 +69,6 @@ class Lookout:
         self.options, self._clock = options, clock
         self.ranks: dict[int, Rank] = {}
         self.processes: dict[int, Seen] = {}
-        self.hosts: dict[str, float] = {}
         self.stacks: dict[int, tuple[list[str], float]] = {}
         self.incident: Verdict | None = None
         self._since = 0.0
@@ -105,10 +103,9 @@ class Lookout:
         if process is not None:
             process.cpu_before_s, process.before_at = process.cpu_s, now
 
-    def seen(self, host: str, ranks: Mapping[str, Any], stacks: Mapping[str, Any]) -> None:
+    def seen(self, ranks: Mapping[str, Any], stacks: Mapping[str, Any]) -> None:
         """A host's supervisor looked at its processes: {rank: [state, CPU seconds]}; and stacks that were asked for."""
         now = self._clock()
-        self.hosts[host] = now
         for text, told in ranks.items():
             rank = int(text) if text.isdigit() and len(text) < 7 else -1
             if (
@@ -120,9 +117,9 @@ class Lookout:
                 continue
             state, cpu_s, known = str(told[0])[:1], float(told[1]), self.processes.get(rank)
             if known is None:
-                self.processes[rank] = Seen(host, state, cpu_s, now, cpu_s, now)
+                self.processes[rank] = Seen(state, cpu_s, now, cpu_s, now)
             else:
-                known.host, known.state, known.cpu_s, known.at = host, state, cpu_s, now
+                known.state, known.cpu_s, known.at = state, cpu_s, now
         for text, frames in stacks.items():
             if text.isdigit() and isinstance(frames, list) and frames:
                 self.stacks[int(text)] = ([str(frame)[:MAX_CHARS] for frame in frames[-MAX_FRAMES:]], now)
@@ -187,13 +184,12 @@ class Lookout:
         wait = Wait(
             beat.waits_group, beat.waits_number, beat.waits_in, beat.waits_bytes, beat.waits_s + silent_s
         )
-        told = self.hosts.get(process.host if process is not None else seat.host)
         return View(
             rank=number, host=seat.host, pid=seat.pid, state=seat.state, step=max(beat.step, seat.step),
             beat_age_s=silent_s, still_s=now - rank.moved_at, doing=self._doing(number, rank), site=beat.site,
             wait=wait if beat.waits_in else None, begun=beat.begun, cpu_share=share,
             process=process.state if process is not None else "",
-            process_age_s=None if told is None else now - told,
+            process_age_s=None if process is None else now - process.at,
         )  # fmt: skip
 
     def _doing(self, number: int, rank: Rank) -> str:
@@ -249,7 +245,6 @@ class Lookout:
             rank.at, rank.moved_at = rank.at + gap_s, rank.moved_at + gap_s
         for process in self.processes.values():
             process.at, process.before_at = process.at + gap_s, process.before_at + gap_s
-        self.hosts = {host: at + gap_s for host, at in self.hosts.items()}
 
 
 def _moved(before: Beat, after: Beat) -> bool:

@@ -175,7 +175,8 @@ def _held_up(
     return [
         other
         for other in heard
-        if other.wait is not None
+        if other.rank in waits
+        and other.wait is not None
         and other.wait.for_s >= options.waited_s
         and (view.rank in waits[other.rank] or not waits[other.rank])
     ]
@@ -282,21 +283,14 @@ def _unlike(steady: Mapping[int, set[int]], by_rank: Mapping[int, View]) -> list
 def _idle(
     views: Sequence[View], waits: Mapping[int, set[int]], limits: Limits, options: Options
 ) -> Verdict | None:
-    by_rank = {view.rank: view for view in views}
-    waited_for = {
-        missing
-        for rank, ranks in waits.items()
-        if (wait := by_rank[rank].wait) is not None and wait.for_s >= options.waited_s
-        for missing in ranks
-    }
     found = [
         view
         for view in views
-        if view.rank in waited_for
-        and view.state == JOINED
+        if view.state == JOINED
         and view.wait is None
         and not _silent(view, limits)
-        and view.still_s >= _stillness_s(view, limits)
+        and (held := [o for o in _held_up(view, views, waits, options) if view.rank in waits[o.rank]])
+        and view.still_s >= _stillness_s(view, held, limits)
     ]
     if not found:
         return None
@@ -306,12 +300,13 @@ def _idle(
     return Verdict(kind, alike, _why_still(worst, kind), _others(views, waits, alike))
 
 
-def _stillness_s(view: View, limits: Limits) -> float:
+def _stillness_s(view: View, held: Sequence[View], limits: Limits) -> float:
     if view.doing.startswith(PHASE):
         return float("inf")
     if view.doing in SLOW_LABELS:
         return limits.slow_s
-    return limits.busy_s if _kind_of_stillness(view) == BUSY else limits.plain_s
+    before_init = all(other.wait is not None and other.wait.group == "start" for other in held)
+    return limits.busy_s if before_init or _kind_of_stillness(view) == BUSY else limits.plain_s
 
 
 def _kind_of_stillness(view: View) -> str:
@@ -325,9 +320,9 @@ def _why_still(view: View, kind: str) -> str:
     where = f" in {view.doing}" if view.doing in SLOW_LABELS or view.doing.startswith("run.") else ""
     if kind == IN_DATA:
         return f"it waits for its next batch since {age}"
-    if kind == BUSY:
-        return f"it computes{where} since {age} and does not come"
-    return f"it sleeps{where} since {age} and does not come"
+    words = "computes" if kind == BUSY else "sleeps"
+    hint = "; long work of rank 0 alone belongs into `with run.phase(…)`" if view.rank == 0 else ""
+    return f"it {words}{where} since {age} and does not come{hint}"
 
 
 # everybody came, and nothing moves

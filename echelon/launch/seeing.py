@@ -24,10 +24,8 @@ MAX_LOADERS = 8
 class Seeing:
     """Looks until close(). `pids` gives {rank: pid} of this host's workers; `member` None while not joined."""
 
-    def __init__(
-        self, host: str, pids: Callable[[], dict[int, int]], member: Callable[[], Member | None]
-    ) -> None:
-        self._host, self._pids, self._member = host, pids, member
+    def __init__(self, pids: Callable[[], dict[int, int]], member: Callable[[], Member | None]) -> None:
+        self._pids, self._member = pids, member
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="echelon-see", daemon=True)
 
@@ -53,7 +51,7 @@ class Seeing:
             }
             try:
                 wire = wire or member.dial(Deadline.after(TELL_S))
-                answer = wire.call("seen", Deadline.after(TELL_S), host=self._host, ranks=told, stacks=found)
+                answer = wire.call("seen", Deadline.after(TELL_S), ranks=told, stacks=found)
                 wanted = dict(answer["wanted"])
             except EchelonError:
                 wanted = {}

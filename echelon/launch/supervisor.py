@@ -117,7 +117,7 @@ class Supervisor:
         )  # fmt: skip
         self.link = Link(place, token, self._wake)
         self.link.start()
-        self.seeing = Seeing(self.plan.host, self._worker_pids, lambda: self.link.member)
+        self.seeing = Seeing(self._worker_pids, lambda: self.link.member)
         self.seeing.start()
         record = self.folder.read()
         self.link.emit(

@@ -31,8 +31,7 @@ TRAIN = """
         if how == "sleep":
             time.sleep(1000)
         elif how == "spin":
-            while True:
-                pass
+            while True: pass
         elif how == "gil":
             re.match(r"(a+)+$", "a" * 64 + "b")
         elif how == "sum":
@@ -93,7 +92,7 @@ def line_of(text):
         ("getitem", "data", "# no sample"),
         ("loader", "data", "# no sample"),
         ("sleep", "asleep", "time.sleep(1000)"),
-        ("spin", "busy", "pass"),
+        ("spin", "busy", "while True: pass"),
         ("gil", "silent", "re.match"),
         ("sum", "silent", "sum(range"),
     ],

@@ -66,7 +66,8 @@ ROWS = {
     "three median steps": ([waiting(0, 24), standing(1, 24)], 8.0, ("asleep", (1,))),
     "two at once": ([waiting(0, 12), standing(1, 11), standing(2, 12)], 0.1, ("asleep", (1, 2))),
     "a save that never ends": ([standing(0, 301, doing="run.save"), waiting(1, 301, "values", 5)], 0.1, ("asleep", (0,))),
-    "never came to init": ([waiting(0, 12, "start", 0, "others", step=0), standing(1, 12, step=0)], 0.0, ("asleep", (1,))),
+    "late to init": ([waiting(0, 50, "start", 0, "others", step=0), standing(1, 50, step=0)], 0.0, None),
+    "never came to init": ([waiting(0, 61, "start", 0, "others", step=0), standing(1, 61, step=0)], 0.0, ("asleep", (1,))),
     # one that cannot speak
     "stopped": ([waiting(0, 9.5), silent(1, 10, "T")], 0.1, ("stopped", (1,))),
     "stopped in a phase": ([silent(0, 10, "T", doing="phase x"), waiting(1, 60, "phase", 1)], 0.1, ("stopped", (0,))),
@@ -144,7 +145,7 @@ class Story:
         self.clock.advance(1.0)
         for beat in beats:
             self.lookout.beat(beat)
-        self.lookout.seen("vm", {"0": [process, 1.0], "1": [process, 1.0]}, {})
+        self.lookout.seen({"0": [process, 1.0], "1": [process, 1.0]}, {})
         self.told += self.lookout.look(seats(2), 2)
 
 
@@ -196,7 +197,7 @@ def test_a_coordinator_that_stood_still_blames_nobody():
 def test_what_came_over_the_wire_wrong_is_left_aside():
     lookout = Lookout()
     lookout.seen(
-        "vm", {"x": ["R", 1.0], "-1": ["R", 1], "0": "R", "1": ["R"], "2": ["R", "x"]}, {"0": "no", "y": []}
+        {"x": ["R", 1.0], "-1": ["R", 1], "0": "R", "1": ["R"], "2": ["R", "x"]}, {"0": "no", "y": []}
     )
     assert lookout.processes == {}
     assert lookout.stacks == {}
