@@ -19,7 +19,7 @@ from echelon.clock import Clock
 from echelon.control.roster import JOINED
 from echelon.elastic import stuck
 from echelon.elastic.membership import Change
-from echelon.elastic.stuck import DEFAULT, Options, Verdict, View
+from echelon.elastic.views import ABSENT, DEFAULT, MISMATCH, Options, Verdict, View, limit_s
 from echelon.events import Beat, Event, Stuck, Unstuck
 
 NUM_STEPS = 64
@@ -131,7 +131,7 @@ class Lookout:
         data, since its own stack comes with its beats.
         """
         now = self._clock()
-        after_s = stuck.limit_s(self.median_step_s(), self.options) - AHEAD_S
+        after_s = limit_s(self.median_step_s(), self.options) - AHEAD_S
         return {
             str(number): "process" if now - rank.at > after_s else "loaders"
             for number, rank in self.ranks.items()
@@ -202,7 +202,7 @@ class Lookout:
         return saving or activity.recognised(files)
 
     def _event(self, verdict: Verdict, views: Mapping[int, View], now: float) -> Stuck:
-        first = verdict.ranks[0] if verdict.ranks and verdict.kind != stuck.MISMATCH else None
+        first = verdict.ranks[0] if verdict.ranks and verdict.kind != MISMATCH else None
         if first is None:
             step = max((view.step for view in views.values()), default=0)
             return Stuck(
@@ -226,7 +226,7 @@ class Lookout:
     def _over(self, seats: Mapping[int, Change], now: float) -> list[Event]:
         """An incident is over when somebody who held up the run (or, if nobody did, anybody) moved or left."""
         assert self.incident is not None
-        involved = self.incident.ranks if self.incident.kind != stuck.ABSENT else ()
+        involved = self.incident.ranks if self.incident.kind != ABSENT else ()
         for rank in involved or tuple(self._then):
             seat = seats.get(rank)
             gone = seat is not None and seat.state != JOINED and rank in involved

@@ -10,7 +10,8 @@ from echelon.clock import FakeClock
 from echelon.control import stacks
 from echelon.elastic.lookout import Lookout
 from echelon.elastic.membership import Change
-from echelon.elastic.stuck import Options, View, decide
+from echelon.elastic.stuck import decide
+from echelon.elastic.views import Options, View
 from echelon.events import Beat, Stuck, Unstuck
 from echelon.launch.patience import Patience
 from echelon.show.stuck import stuck_block
