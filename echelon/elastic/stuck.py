@@ -37,7 +37,11 @@ def decide(views: Sequence[View], median_step_s: float, options: Options = DEFAU
     limits = Limits.of(views, median_step_s, options)
     here = [view for view in views if view.state == JOINED]
     heard = [view for view in here if not _silent(view, limits)]
-    waits = {view.rank: _missing(view, views) for view in heard if view.wait is not None}
+    waits = {
+        view.rank: _missing(view, views)
+        for view in here
+        if view.wait is not None and view.beat_age_s < options.fresh_s
+    }
     return (
         _unheard(here, heard, waits, limits, options)
         or _crossed(views, waits, options)
@@ -211,7 +215,7 @@ def _idle(
         for view in views
         if view.state == JOINED
         and view.wait is None
-        and not _silent(view, limits)
+        and view.beat_age_s < options.fresh_s
         and (held := [o for o in _held_up(view, views, waits, options) if view.rank in waits[o.rank]])
         and view.still_s >= _stillness_s(view, held, limits)
     ]

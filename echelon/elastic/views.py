@@ -29,6 +29,8 @@ class Options:
     """A rank may stand still for the longer of `least_s` and this many median steps."""
     waited_s: float = 3.0
     """Somebody must have waited this long for it."""
+    fresh_s: float = 3.0
+    """A beat that is older says nothing about now."""
     mismatch_s: float = 5.0
     link_s: float = 30.0
     first_s: float = 60.0

@@ -58,6 +58,7 @@ ROWS = {
     "alone and computing": ([standing(0, 500, cpu_share=1.0)], 0.1, None),
     "a long all-reduce that all are in": ([waiting(0, 25), waiting(1, 25)], 1.0, None),
     "the others left and one goes on": ([standing(0, 500), moving(1, state="left")], 0.1, None),
+    "silent, but not long enough, after it stood still": ([waiting(0, 7), standing(1, 11, beat_age_s=7, cpu_share=1.0)], 0.1, None),
     # one that stands still
     "asleep": ([waiting(0, 10), standing(1, 10, cpu_share=0.01)], 0.1, ("asleep", (1,))),
     "busy": ([waiting(0, 10), standing(1, 10, cpu_share=0.9)], 0.1, ("busy", (1,))),
