@@ -16,7 +16,7 @@ from typing import Any
 from echelon import activity
 from echelon.activity import DATA, Wait
 from echelon.clock import Clock
-from echelon.control.roster import JOINED
+from echelon.control.roster import LEFT
 from echelon.elastic import stuck
 from echelon.elastic.membership import Change
 from echelon.elastic.views import ABSENT, DEFAULT, MISMATCH, Options, Verdict, View, limit_s
@@ -224,13 +224,13 @@ class Lookout:
         )  # fmt: skip
 
     def _over(self, seats: Mapping[int, Change], now: float) -> list[Event]:
-        """An incident is over when somebody who held up the run (or, if nobody did, anybody) moved or left."""
+        """An incident is over when somebody who held up the run (or, if nobody did, anybody) moved or left in order."""
         assert self.incident is not None
         involved = self.incident.ranks if self.incident.kind != ABSENT else ()
         for rank in involved or tuple(self._then):
             seat = seats.get(rank)
-            gone = seat is not None and seat.state != JOINED and rank in involved
-            if gone or self._mark(rank) != self._then.get(rank):
+            left = rank in involved and seat is not None and seat.state == LEFT
+            if left or self._mark(rank) != self._then.get(rank):
                 kind, self.incident = self.incident.kind, None
                 return [Unstuck(rank=rank, kind=kind, after_s=now - self._since)]
         return []

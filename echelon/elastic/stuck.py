@@ -32,6 +32,10 @@ from echelon.elastic.views import (
 )  # fmt: skip
 
 
+HOST_SLACK_S = 3.0
+"""A host's supervisor speaks once a second, and may have done so a little after its rank's last beat."""
+
+
 def decide(views: Sequence[View], median_step_s: float, options: Options = DEFAULT) -> Verdict | None:
     """Who holds up the run now, or None."""
     limits = Limits.of(views, median_step_s, options)
@@ -110,7 +114,8 @@ def _held_up(
 
 
 def _kind_of_silence(view: View, limits: Limits) -> str:
-    if view.process_age_s is not None and view.process_age_s >= limits.plain_s:
+    host_silent_s = limits.plain_s - HOST_SLACK_S
+    if view.process_age_s is not None and view.process_age_s >= host_silent_s:
         return UNREACHABLE
     return STOPPED if view.process in ("T", "t") else SILENT
 

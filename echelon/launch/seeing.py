@@ -63,8 +63,9 @@ def stack_of(pid: int, whose: str) -> list[str]:
     """The stack of this worker's process, or of that one of its "loaders" which is at a sample; [] when there is none."""
     if whose != "loaders":
         return stacks.ask(pid, Deadline.after(STACK_S))
+    deadline = Deadline.after(2 * STACK_S)
     for child in sorted(guard.descendants(pid))[:MAX_LOADERS]:
-        stack = stacks.ask(child, Deadline.after(STACK_S))
+        stack = stacks.ask(child, deadline.sooner(STACK_S))
         if any("/torch/utils/data/_utils/fetch.py:" in frame for frame in stack):
             return [*stack, f"(loader process {child})"]
     return []

@@ -78,6 +78,7 @@ ROWS = {
     "holds the GIL in an operation it had begun": (
         [waiting(0, 9.5), silent(1, 10, begun={"gradients": 10})], 0.1, ("silent", (1,))),
     "its host is silent too": ([waiting(0, 11), silent(1, 12, process_age_s=12)], 0.1, ("unreachable", (1,))),
+    "its host spoke a second longer": ([waiting(0, 9), silent(1, 10, process_age_s=8.7)], 0.1, ("unreachable", (1,))),
     "a whole host is silent": (
         [waiting(0, 11), silent(1, 12, process_age_s=12), silent(2, 12, process_age_s=11)], 0.1, ("unreachable", (1, 2))),
     "holds the GIL behind a phase": (
