@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DATA, COMPILING, BACKWARD, ENDED = "data", "compiling", "backward", "script ended"
+DATA, COMPILING, IMPORTING, BACKWARD, ENDED = "data", "compiling", "importing", "backward", "script ended"
 PHASE = "phase "
 """The label of a named rank-0 phase is this and its name."""
 
@@ -167,7 +167,7 @@ def _spoken(what: str, group: str, label: str) -> str:
 def recognised(files: list[str]) -> str:
     """What a thread is doing whose frames lie in these files; "" when that cannot be seen."""
     if any(file.startswith("<frozen importlib") for file in files):
-        return ""  # torch's compiler is imported long before anything is compiled
+        return IMPORTING  # torch's compiler too is imported long before anything is compiled
     if any("/torch/_dynamo/" in file or "/torch/_inductor/" in file for file in files):
         return COMPILING
     if any("/torch/utils/data/" in file for file in files):

@@ -31,7 +31,6 @@ from echelon.elastic.views import (
     View,
 )  # fmt: skip
 
-
 HOST_SLACK_S = 3.0
 """A host's supervisor speaks once a second, and may have done so a little after its rank's last beat."""
 
