@@ -152,7 +152,7 @@ def own_site() -> str:
 def site(walked: list[tuple[str, int, str]]) -> str:
     """The innermost of these frames (innermost first) that is the script's: not ours, torch's or python's."""
     mine = [frame for frame in walked if not frame[0].startswith((_OURS, _torch(), "<"))]
-    own = [frame for frame in mine if not frame[0].startswith(_LIBRARY) and "/site-packages/" not in frame[0]]
+    own = [frame for frame in mine if not _is_library(frame[0])]
     for file, line, name in (own or mine)[:1]:
         return f"{file}:{line} in {name}"
     return ""
@@ -165,14 +165,25 @@ def _spoken(what: str, group: str, label: str) -> str:
 
 
 def recognised(files: list[str]) -> str:
-    """What a thread is doing whose frames lie in these files; "" when that cannot be seen."""
-    if any(file.startswith("<frozen importlib") for file in files):
-        return IMPORTING  # torch's compiler too is imported long before anything is compiled
-    if any("/torch/_dynamo/" in file or "/torch/_inductor/" in file for file in files):
+    """What a thread is doing whose frames, the innermost first, lie in these files; "" when that cannot be seen."""
+    for file in files:
+        if file.startswith("<frozen importlib"):
+            return IMPORTING
+        if not file.startswith("<") and not _is_library(file):
+            break  # the script's own code, even if it is being imported itself
+    if any(file.endswith(_COMPILERS) for file in files):
         return COMPILING
     if any("/torch/utils/data/" in file for file in files):
         return DATA
     return BACKWARD if any("/torch/autograd/" in file for file in files) else ""
+
+
+_COMPILERS = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/torch/_inductor/async_compile.py",
+)
+"""What is on the stack only while something is compiled, not whenever it runs."""
 
 
 def _torch_wait(walked: list[tuple[str, int, str]]) -> Wait | None:
@@ -188,6 +199,10 @@ def _torch_wait(walked: list[tuple[str, int, str]]) -> Wait | None:
     if _direct[0] != key:
         _direct[:] = [key, time.monotonic()]
     return Wait("torch.distributed", ANYBODY, f"torch.distributed.{what}", 0, time.monotonic() - _direct[1])
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_LIBRARY, _OURS)) or "/site-packages/" in file
 
 
 def _walk(frame: FrameType | None) -> list[tuple[str, int, str]]:

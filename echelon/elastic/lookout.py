@@ -197,7 +197,7 @@ class Lookout:
         frames, at = self.stacks.get(number, ([], 0.0))
         if at <= rank.at or rank.beat.doing.startswith(activity.PHASE):
             return rank.beat.doing
-        files = [frame.rpartition(":")[0] for frame in frames]
+        files = [frame.rpartition(":")[0] for frame in reversed(frames)]
         saving = rank.beat.doing if any("/echelon/prepare/save.py" in file for file in files) else ""
         return saving or activity.recognised(files)
 

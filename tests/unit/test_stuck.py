@@ -277,3 +277,22 @@ def test_waits_nest_and_are_seen_with_their_site():
 def test_a_dump_of_faulthandler_is_read_innermost_last():
     text = 'Current thread 0x01 (most recent call first):\n  File "/a b/x.py", line 3 in f\n  File "y.py", line 4 in <module>\n'
     assert stacks.read(text) == ["y.py:4 <module>", "/a b/x.py:3 f"]
+
+
+@pytest.mark.parametrize(
+    ("files", "doing"),
+    [
+        (["/x/train.py"], ""),
+        (
+            ["/v/site-packages/torch/_dynamo/utils.py", "<frozen importlib._bootstrap>", "/x/train.py"],
+            "importing",
+        ),
+        (["/x/model.py", "<frozen importlib._bootstrap>", "/x/train.py"], ""),
+        (["/v/site-packages/torch/_inductor/compile_fx.py", "/x/train.py"], "compiling"),
+        (["/x/block.py", "/v/site-packages/torch/_dynamo/eval_frame.py", "/x/train.py"], ""),
+        (["/x/data.py", "/v/site-packages/torch/utils/data/dataloader.py", "/x/train.py"], "data"),
+        (["/v/site-packages/torch/autograd/graph.py", "/x/train.py"], "backward"),
+    ],
+)
+def test_what_a_thread_does_is_recognised_by_its_frames(files, doing):
+    assert activity.recognised(files) == doing
