@@ -80,12 +80,9 @@ def inject(number: int, kind: str, rank: int, workers: int, step: int) -> dict[s
         )
         if not ok
     ]  # fmt: skip
-    return case | {
-        "kind": told["kind"],
-        "after_s": round(after_s, 1),
-        "right": not wrong,
-        "why": ", ".join(wrong),
-    }
+    case |= {"kind": told["kind"], "after_s": round(after_s, 1), "right": not wrong, "why": ", ".join(wrong)}
+    shown = ("rank", "reason", "step", "age_s", "stack", "others")
+    return case if not wrong else case | {"alarm": {name: told[name] for name in shown}}
 
 
 def injections(number: int, seed: int, at_once: int) -> dict[str, object]:
