@@ -29,8 +29,13 @@ def complete(beat: Beat, rank: int) -> Beat:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     now = activity.now()
     wait = now.wait or activity.Wait("", 0, "", 0, 0.0)
+    stack, own = beat.stack or main_stack(), now.site.replace(" in ", " ")
+    if (
+        own and own not in stack
+    ):  # deep in a library: the script's own line matters more than the outermost of those
+        stack = [own, *stack[1:]]
     return dataclasses.replace(
-        beat, rank=rank, stack=beat.stack or main_stack(), peak_rss_bytes=beat.peak_rss_bytes or usage.ru_maxrss * 1024,
+        beat, rank=rank, stack=stack, peak_rss_bytes=beat.peak_rss_bytes or usage.ru_maxrss * 1024,
         doing=now.doing or beat.doing, progress=now.progress, cpu_s=usage.ru_utime + usage.ru_stime, site=now.site,
         waits_in=wait.what, waits_group=wait.group, waits_number=wait.number, waits_bytes=wait.num_bytes,
         waits_s=wait.for_s, begun=now.begun,
