@@ -40,7 +40,9 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
-    return World(place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make())
+    return World(
+        place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make("values")
+    )
 
 
 def grad_sync(

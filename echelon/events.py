@@ -113,6 +113,19 @@ class Beat(Event):
     doing: str = ""
     stack: list[str] = field(default_factory=list)
     peak_rss_bytes: int = 0
+    progress: int = 0
+    """Grows with whatever moves in this worker."""
+    cpu_s: float = 0.0
+    site: str = ""
+    """The innermost line of the script's own code."""
+    waits_in: str = ""
+    """The operation in which its main thread waits for others; "" when it does not."""
+    waits_group: str = ""
+    waits_number: int = 0
+    waits_bytes: int = 0
+    waits_s: float = 0.0
+    begun: dict[str, int] = field(default_factory=dict)
+    """Group -> the number of the last operation it began there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +230,37 @@ class Failed(Event):
     error: str
     traceback: str
     consequence: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stuck(Event):
+    """Worker `rank` holds up the run (None: no one worker does). `kind` and `reason` as elastic/stuck.py gives them."""
+
+    kind: str
+    reason: str
+    ranks: list[int] = field(default_factory=list)
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    age_s: float = 0.0
+    """For how long it has stood still."""
+    stack: list[str] = field(default_factory=list)
+    """The innermost last."""
+    stack_age_s: float = 0.0
+    others: list[str] = field(default_factory=list)
+    """What the others wait in."""
+    stops: bool = True
+    """False: only a notice."""
+    sure: bool = False
+    """It cannot go on by itself, not even a little later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unstuck(Event):
+    """What Stuck told of goes on again, after `after_s`."""
+
+    kind: str
+    after_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

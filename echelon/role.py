@@ -20,9 +20,9 @@ import types
 from collections.abc import Sequence
 from typing import NoReturn
 
-from echelon import env
+from echelon import activity, env
 from echelon.clock import Deadline
-from echelon.control import member
+from echelon.control import member, stacks
 from echelon.control.terminated import Terminated
 from echelon.errors import PREEMPTED, EchelonError, Preempted, UsageError
 from echelon.events import Left
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    stacks.install()
     joining = member.Joining(where, token, Deadline.after(JOIN_S))
     member.set_current(joining)
     ending = Ending(joining)
@@ -151,6 +152,7 @@ def work(script: Sequence[str], ending: Ending) -> NoReturn:
             code = exit_code(leaving)
             if code != 0 and not isinstance(leaving, Preempted):
                 raise
+        activity.inside(activity.ENDED).__enter__()  # for good: threads and atexit handlers may still run
         ending.done(code)
     except BaseException as error:  # the script's, or our own at its end
         code = exit_code(error)

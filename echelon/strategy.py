@@ -129,6 +129,11 @@ class Strategy:
 
     checkpoint_dir: str = ""
     """Folder or URL (s3://…) under which each run's checkpoints lie; by default the run's own folder."""
+    stuck: Literal["stop", "wait"] = "stop"
+    """What follows when a worker holds up the run: stop it with exit code 124, or wait however long it takes."""
+
+    stuck_s: float = 30.0
+    """With stuck=stop: seconds from the alarm to the stop; ten times as long before the first committed step."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -147,6 +152,7 @@ class Strategy:
         )
         _need(self.clip_norm >= 0, f"clip_norm={self.clip_norm} must not be negative")
         _need(self.bucket_mib > 0 and self.first_bucket_mib > 0, "a bucket must hold something")
+        _need(self.stuck_s >= 0, f"stuck_s={self.stuck_s} must not be negative")
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
 
     def changed(self) -> dict[str, Any]:

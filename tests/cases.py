@@ -37,6 +37,10 @@ ROWS = {
     "checkpoint files are safetensors and JSON", "damaged checkpoints are named", "a pickle is refused",
     "a full disk keeps the old checkpoint", "checkpoint memory: a share + 10 %",
     "kill -9 around checkpoints", "kill -9 at 200 moments around checkpoints", "checkpoints on a real S3 server", "saved at 4, read at 1, 2, 3, 6, 8", "one rank's failure fails a checkpoint everywhere",
+    # stuck and desynchronised
+    "stuck: the decision", "stuck: data", "stuck: stopped", "stuck: holds the GIL", "stuck: asleep", "stuck: busy",
+    "stuck: different collectives", "stuck: absent", "stuck: no alarm in a phase", "stuck: goes on", "stuck: waits",
+    "stuck: exit code 124", "stuck: one call, different values", "USERS 1",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
     "Group over torch.distributed with our store", "fuzz", "a rank that leaves the loop alone is named",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Done, Lost, Met, Op, Outcome, Work
 
@@ -28,17 +29,20 @@ OP_LIMIT_S = 1800.0
 class TorchWork:
     """One operation of a TorchGroup. On CUDA, wait() only orders streams: it returns before the GPU is done."""
 
-    def __init__(self, group: TorchGroup, work: dist.Work) -> None:
+    def __init__(self, group: TorchGroup, work: dist.Work, number: int, what: str, num_bytes: int) -> None:
         self.group, self.work = group, work
+        self.number, self.what, self.num_bytes = number, what, num_bytes
         self.outcome: Outcome | None = None
 
     def wait(self, deadline: Deadline) -> Outcome:
         if self.outcome is None:
             try:
-                if self.group.timed:
-                    self.work.wait(datetime.timedelta(seconds=max(0.001, min(deadline.left_s, OP_LIMIT_S))))
-                else:
-                    self.work.wait()
+                with activity.waiting(self.group.name, self.number, self.what, self.num_bytes):
+                    if self.group.timed:
+                        left_s = max(0.001, min(deadline.left_s, OP_LIMIT_S))
+                        self.work.wait(datetime.timedelta(seconds=left_s))
+                    else:
+                        self.work.wait()
                 self.outcome = self.group.lost or Met()
             except RuntimeError as error:
                 self.outcome = self.group.fail(str(error))
@@ -46,11 +50,18 @@ class TorchWork:
 
 
 class TorchGroup:
-    """See Group. `blame` names the dead after a failure; it may block for a second or two."""
+    """See Group. `blame` names the dead after a failure; it may block for a second or two.
+
+    Operations are numbered, so that ranks which wait can be told who has not begun the same one (`name` must be one
+    everywhere).
+    """
 
     local = False
 
-    def __init__(self, pg: dist.ProcessGroup, device: torch.device, blame: Blame | None = None) -> None:
+    def __init__(
+        self, pg: dist.ProcessGroup, device: torch.device, blame: Blame | None = None, name: str = "group"
+    ) -> None:
+        self.name, self.number = name, 0
         self.pg, self.rank, self.size = pg, pg.rank(), pg.size()
         self.device, self.blame = device, blame
         self.timed = dist.get_backend(pg) == "gloo"
@@ -66,11 +77,13 @@ class TorchGroup:
                 self.lost = Lost(peers, reason)
             return self.lost
 
-    def _start(self, begin: Callable[[], dist.Work]) -> Work:
+    def _start(self, what: str, x: Tensor, begin: Callable[[], dist.Work]) -> Work:
         if self.lost:
             return Done(self.lost)
+        self.number += 1
+        activity.begun[self.name] = self.number
         try:
-            return TorchWork(self, begin())
+            return TorchWork(self, begin(), self.number, what, x.nbytes)
         except RuntimeError as error:
             return Done(self.fail(str(error)))
 
@@ -80,15 +93,15 @@ class TorchGroup:
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]  # type: ignore[assignment]
-        return self._start(lambda: self.pg.allreduce([x], options))
+        return self._start("all_reduce", x, lambda: self.pg.allreduce([x], options))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._start(lambda: self.pg.allgather([list(out.unbind(0))], [x]))
+        return self._start("all_gather", x, lambda: self.pg.allgather([list(out.unbind(0))], [x]))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._start(lambda: self.pg.broadcast([x], options))
+        return self._start("broadcast", x, lambda: self.pg.broadcast([x], options))
 
     def barrier(self) -> Work:
         return self.all_reduce(torch.zeros(1, device=self.device))

@@ -51,8 +51,10 @@ class Groups:
         self.backend, self.rank, self.size, self.device, self.member = backend, rank, size, device, member
         self.made: list[Group] = []
 
-    def make(self) -> Group:
-        """A new group of all ranks; the first one also becomes torch.distributed's default group."""
+    def make(self, name: str = "gradients") -> Group:
+        """A new group of all ranks; the first one also becomes torch.distributed's default group.
+
+        `name` is what people read when somebody is waited for in it."""
         group: Group
         if self.backend == "alone":
             group = AloneGroup(self.device)
@@ -63,7 +65,7 @@ class Groups:
                     self._init_torch()
                 pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
             assert pg is not None
-            group = TorchGroup(pg, self.device, self._blame())
+            group = TorchGroup(pg, self.device, self._blame(), self._fresh(name))
         self.made.append(group)
         return group
 
@@ -71,6 +73,10 @@ class Groups:
         """Among several hosts, the address that faces the others; on one, gloo's interface is enough."""
         address = self.member.place.address if self.member is not None else ""
         return gloo.bound_to(address) if address and self.backend == "gloo" else contextlib.nullcontext()
+
+    def _fresh(self, name: str) -> str:
+        num_alike = sum(getattr(group, "name", "").split(" ")[0] == name for group in self.made)
+        return f"{name} {num_alike + 1}" if num_alike else name
 
     def _init_torch(self) -> None:
         store: Any

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from echelon import activity
 from echelon.clock import Deadline
 from echelon.control.member import Member
 from echelon.control.rpc import Client
@@ -120,7 +121,8 @@ class CoordinatorStore(Store):
         return self._prefix + key
 
     def _wait(self, method: str, timeout_s: float, **args: Any) -> Any:
-        return self._call(method, wait_s=timeout_s, timeout_s=timeout_s, term=self.term, **args)
+        with activity.waiting("start", activity.ANYBODY, "the other workers to come (echelon.init)"):
+            return self._call(method, wait_s=timeout_s, timeout_s=timeout_s, term=self.term, **args)
 
     def _call(self, method: str, wait_s: float = 0.0, **args: Any) -> Any:
         deadline = Deadline.after(wait_s + SLACK_S)

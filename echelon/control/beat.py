@@ -8,6 +8,7 @@ import sys
 import threading
 from types import FrameType
 
+from echelon import activity
 from echelon.events import Beat
 
 MAX_FRAMES = 12
@@ -24,6 +25,18 @@ def main_stack(limit: int = MAX_FRAMES) -> list[str]:
 
 
 def complete(beat: Beat, rank: int) -> Beat:
-    """`beat` with rank, main thread's stack and peak memory filled in where the run left them open."""
-    peak = beat.peak_rss_bytes or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return dataclasses.replace(beat, rank=rank, stack=beat.stack or main_stack(), peak_rss_bytes=peak)
+    """`beat` with rank, and with what the process itself knows: stack, memory, what its main thread does and waits in."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    now = activity.now()
+    wait = now.wait or activity.Wait("", 0, "", 0, 0.0)
+    stack, own = beat.stack or main_stack(), now.site.replace(" in ", " ")
+    if (
+        own and own not in stack
+    ):  # deep in a library: the script's own line matters more than the outermost of those
+        stack = [own, *stack[1:]]
+    return dataclasses.replace(
+        beat, rank=rank, stack=stack, peak_rss_bytes=beat.peak_rss_bytes or usage.ru_maxrss * 1024,
+        doing=now.doing or beat.doing, progress=now.progress, cpu_s=usage.ru_utime + usage.ru_stime, site=now.site,
+        waits_in=wait.what, waits_group=wait.group, waits_number=wait.number, waits_bytes=wait.num_bytes,
+        waits_s=wait.for_s, begun=now.begun,
+    )  # fmt: skip

@@ -25,6 +25,7 @@ from echelon.elastic import gathering, membership
 from echelon.elastic.gathering import Gathering
 from echelon.elastic.history import History, read_event
 from echelon.elastic.journal import Journal
+from echelon.elastic.lookout import Lookout
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
@@ -32,6 +33,7 @@ from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
 from echelon.events import Beat, Event, HostLeft, Logged, RunEnded, StopAsked
 
 MAX_WAIT_S = 86400.0
+LOOK_S = 1.0
 MAX_PEERS = 10_000
 SKEW_S = 1.0
 """Clocks that differ by less are taken as equal: a message may have been on its way for so long."""
@@ -49,6 +51,7 @@ ROLES = {
        for name in ("set", "get", "wait", "add", "check", "compare_set", "delete", "count")},
     **dict.fromkeys(("roster", "beat"), frozenset({"worker", "server", "supervisor", "cli"})),
     **gathering.ROLES,
+    "seen": frozenset({"supervisor"}),
 }  # fmt: skip
 """Who may call what; a worker may ask to stop, because a signal may reach it first."""
 
@@ -63,6 +66,7 @@ class Coordinator:
         self.table = Table(lambda record: self._note(record, sync=False))
         self.history = History(run_dir / "events.jsonl")
         self.meter = Meter()
+        self.lookout = Lookout()
         self.stopping = ""
         self.ended = False
         self.hosts = Gathering(
@@ -86,6 +90,7 @@ class Coordinator:
             self.died,
             self.watch,
             self.stop,
+            self.seen,
         )
         store = (
             self.set,
@@ -115,6 +120,7 @@ class Coordinator:
     async def join(self, peer: Identity, host: str, pid: int) -> dict[str, Any]:
         self._taken.pop(peer, None)
         if peer.role == "worker":
+            self.lookout.joined(peer.rank)
             self._change(membership.join(self.members, peer.rank, host[:256], pid, peer.incarnation))
         return {"term": self.members.term}
 
@@ -165,6 +171,18 @@ class Coordinator:
                     event = dataclasses.replace(event, time=event.time - ahead_s)
                 self._take(event)
         return {"term": self.members.term, "stop": bool(self.stopping)}
+
+    async def seen(self, peer: Identity, ranks: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
+        """A host's supervisor tells {rank: [state, CPU seconds]} of its processes, and is told whose stack is wanted."""
+        self.lookout.seen(ranks, stacks)
+        return {"wanted": self.lookout.wanted()}
+
+    async def look(self) -> None:
+        """Once a second: is somebody stuck? Never returns."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for event in self.lookout.look(self.members.seats, self.members.num_workers):
+                self.history.add(event)
 
     async def watch(self, peer: Identity, after: int, timeout_s: float) -> dict[str, Any]:
         return await self.history.watch(after, _timeout(timeout_s))
@@ -231,6 +249,7 @@ class Coordinator:
         self.ended = self.ended or isinstance(event, RunEnded)
         if isinstance(event, Beat) and event.rank is not None and event.rank in self.members.seats:
             self._steps[event.rank] = event.step
+            self.lookout.beat(event)
         self.history.add(event)
 
     def _seat(self, seat: Change) -> dict[str, Any]:
@@ -298,7 +317,7 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str, lifeline_f
         watcher=coordinator.hosts,
     )
     await server.start(listening)
-    looking = asyncio.ensure_future(coordinator.hosts.look())
+    looking = asyncio.gather(coordinator.look(), coordinator.hosts.look())
     try:
         await over.wait()
     finally:

@@ -23,6 +23,8 @@ class Stop:
     code: int
     reason: str
     detail: tuple[str, ...] = ()
+    block: tuple[str, ...] = ()
+    """The last lines, if they are to say more than `reason`."""
 
 
 class Waker:

@@ -56,7 +56,7 @@ class JoinedSupervisor(Supervisor):
             self.failures.append(event)
             self.streams.failing()
         elif isinstance(event, StopAsked):
-            self._preempt(event.reason)
+            self.preempting.hear(event)
         elif isinstance(event, RunEnded) and self.over is None:
             self.over = event
 
@@ -107,7 +107,7 @@ class JoinedSupervisor(Supervisor):
         if not self.lifeline.reason:
             self.link.emit(HostLeft(host=self.plan.host, index=self.plan.index))
         self.link.close(Deadline.after(GOODBYE_S if not self.lifeline.reason else 0.0))
-        code = self._code()
+        code = self.code()
         if self.stop is not None and (self.over is None or self.over.code == self.stop.code):
             self.display.say("", *fold(f"run {self.plan.name}: {self.stop.reason}"))
         elif code == 0:
@@ -117,7 +117,7 @@ class JoinedSupervisor(Supervisor):
             self.display.say("", f"run {self.plan.name} ended with exit code {code}", *self._blame())
         return code
 
-    def _code(self) -> int:
+    def code(self) -> int:
         if self.over is not None:
             return self.over.code
         return self.stop.code if self.stop is not None else 137
@@ -125,7 +125,7 @@ class JoinedSupervisor(Supervisor):
     def _blame(self) -> list[str]:
         """A sentence on why, and where the whole of it is told."""
         assert self.over is not None
-        verdict = self._verdict()
+        verdict = self.verdict()
         if self.over.reason:
             return fold(f"  {self.over.reason}")
         who = [f"  worker {verdict.rank}: {verdict.reason}"] if verdict is not None else []

@@ -23,7 +23,7 @@ def why(end: Exit | None, cgroup: str, before: cause.Memory) -> str:
 def here(verdict: Verdict, *, host: str, step: int, log: Path, because: str, style: bool) -> list[str]:
     """The block about a worker of this host."""
     return failure_block(
-        verdict, host=host, step=step, log=_short(log), cause=because, log_tail=tail(log), style=style
+        verdict, host=host, step=step, log=short(log), cause=because, log_tail=tail(log), style=style
     )
 
 
@@ -42,7 +42,7 @@ def far(
     )  # fmt: skip
 
 
-def _short(path: Path) -> Path:
+def short(path: Path) -> Path:
     with contextlib.suppress(ValueError):
         return path.relative_to(Path.cwd())
     return path

@@ -52,6 +52,11 @@ class Link:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def member(self) -> Member | None:
+        """The supervisor's membership, None until it has joined."""
+        return self._member
+
     def heard(self) -> list[Event]:
         """The events that came since the last call, in the coordinator's order."""
         events = []

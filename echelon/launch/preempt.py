@@ -1,11 +1,13 @@
-"""Stopping a run in good order: asked once, it has a time in which to end with a checkpoint. Pure."""
+"""Stopping a run in good order: asked once, it has a time in which to end with a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
 
+from echelon.clock import Clock
 from echelon.errors import PREEMPTED
+from echelon.events import CheckpointSaved, Event, Resumed, StopAsked
 from echelon.launch.asked import Stop
 from echelon.launch.blame import Exit
 
@@ -14,36 +16,57 @@ LEAVE_S = 10.0
 """How long processes may take to end once their checkpoint is complete."""
 
 
-@dataclass
-class Preemption:
-    """A request to stop: since when, for how long at most, and why."""
+class Preempting:
+    """One a run. `again` is the command that goes on, `say` shows a sentence to a person."""
 
-    since: float
-    grace_s: float
-    reason: str
-    path: str = ""
-    """The last complete checkpoint that was heard of, "" when there is none."""
+    def __init__(
+        self, grace_s: float, again: str, say: Callable[[str], None], clock: Clock = time.monotonic
+    ) -> None:
+        self._grace_s, self._again, self._say, self._clock = grace_s, again, say, clock
+        self._since = 0.0
+        self._reason = ""
+        self._path = ""
+        """The last complete checkpoint that was heard of, "" when there is none."""
+        self._saved = False
+        """It was completed after the request: all that is left to do is to leave."""
 
-    saved: bool = False
-    """It was completed after the request: all that is left to do is to leave."""
+    @property
+    def begun(self) -> bool:
+        """Was the run asked to stop?"""
+        return bool(self._reason)
 
-    def is_order(self, end: Exit) -> bool:
+    def begin(self, reason: str) -> None:
+        """The run is asked to stop, here or anywhere; only the first time counts."""
+        if not self.begun:
+            self._reason, self._since = reason, self._clock()
+            self._say(f"asked to stop ({reason}): a checkpoint at the next step, within {self._grace_s:g} s")
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, StopAsked):
+            self.begin(event.reason)
+        elif isinstance(event, CheckpointSaved | Resumed):
+            self._path = event.path
+            self._saved = self.begun and isinstance(event, CheckpointSaved)
+
+    def in_order(self, end: Exit) -> bool:
         """Did this worker end because it was asked to?"""
-        return end.code == PREEMPTED
+        return self.begun and end.code == PREEMPTED
 
-    def verdict(self, exits: Mapping[int, Exit], num_workers: int, now: float, again: str) -> Stop | None:
-        """How the run ends, or None while there is time; `again` is the command that goes on.
+    def verdict(self, exits: Mapping[int, Exit], num_workers: int, now: float) -> Stop | None:
+        """How the run ends, or None while there is time.
 
         A worker that came to its own end meanwhile is no failure: then the run was simply over.
         """
-        late_s = now - self.since - self.grace_s
-        out = len(exits) == num_workers and any(self.is_order(end) for end in exits.values())
-        if out or (self.saved and late_s > LEAVE_S):
-            words = (f"checkpoint  {self.path}", f"go on with  {again}")
-            return Stop(PREEMPTED, f"stopped in good order ({self.reason})", words)
-        if not self.saved and late_s > 0:
-            last = f"The last complete one: {self.path}" if self.path else "There is none at all."
+        if not self.begun:
+            return None
+        late_s = now - self._since - self._grace_s
+        out = len(exits) == num_workers and any(self.in_order(end) for end in exits.values())
+        if out or (self._saved and late_s > LEAVE_S):
+            words = (f"checkpoint  {self._path}", f"go on with  {self._again}")
+            return Stop(PREEMPTED, f"stopped in good order ({self._reason})", words)
+        if not self._saved and late_s > 0:
+            last = f"The last complete one: {self._path}" if self._path else "There is none at all."
             advice = "Give it more time with --grace-s, or save more often: --set checkpoint_every=N."
-            reason = f"ended, because no checkpoint was complete within {self.grace_s:g} s ({self.reason})"
+            reason = f"ended, because no checkpoint was complete within {self._grace_s:g} s ({self._reason})"
             return Stop(TERMINATED, reason, (last, advice))
         return None

@@ -21,31 +21,29 @@ from echelon import env
 from echelon.clock import Deadline
 from echelon.elastic.hosts import Seat
 from echelon.events import (
-    CheckpointSaved,
     Event,
     Failed,
     ProcessEnded,
     ProcessStarted,
-    Resumed,
     RunEnded,
     RunStarted,
     Sink,
-    StopAsked,
 )
-from echelon.launch import blame, cause, crew, guard, lastwords
+from echelon.launch import blame, cause, crew, finish, guard, lastwords
 from echelon.launch.asked import Asked, Stop, Waker
 from echelon.launch.blame import Exit, Verdict
 from echelon.launch.crew import Crew
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
 from echelon.launch.meeting import Assembly
-from echelon.launch.preempt import Preemption
+from echelon.launch.patience import Patience
+from echelon.launch.preempt import Preempting
 from echelon.launch.rundir import Process, RunDir, start_ticks
+from echelon.launch.seeing import Seeing
 from echelon.launch.streams import Screen, Streams, tail
 from echelon.launch.tether import Tether
 from echelon.show.lines import fold
 from echelon.show.progress import Display
-from echelon.show.summary import summary
 
 TICK_S = 0.1
 GRACE_S = 1.0
@@ -75,9 +73,7 @@ class Supervisor:
         self.failures: list[Failed] = []
         self.cgroups: dict[int, str] = {}
         self.stop: Stop | None = None
-        self.preemption: Preemption | None = None
-        self.checkpoint = ""
-        """The last complete one, "" for none."""
+        self.preempting = Preempting(plan.grace_s, plan.job.again(plan.name), self._stopping)
         self.failing_since: float | None = None
         self.done_since: float | None = None
         self.ending_since: float | None = None
@@ -85,6 +81,11 @@ class Supervisor:
         self.workers_since: float | None = None
         self.ended = self.hurried = False
         self.asked = Asked()
+        self.patience = Patience(
+            folder.read().get("strategy", {}),
+            lambda rank: str(lastwords.short(folder.log("worker", rank))),
+            lambda: self.display.styled,
+        )
         self.restarts = 0
         self.restarted = 0.0
         self.incarnation = 0
@@ -142,6 +143,8 @@ class Supervisor:
         )  # fmt: skip
         self.link = Link(place, token, self.waker.wake)
         self.link.start()
+        self.seeing = Seeing(self._worker_pids, lambda: self.link.member)
+        self.seeing.start()
 
     def _start_coordinator(self) -> None:
         assert self.listening is not None
@@ -195,15 +198,10 @@ class Supervisor:
         if isinstance(event, Failed):
             self.failures.append(event)
             self._first_failure()
-        elif isinstance(event, StopAsked):
-            self._preempt(event.reason)
-        elif isinstance(event, CheckpointSaved | Resumed):
-            self.checkpoint = event.path
-            if self.preemption is not None:
-                self.preemption.path = event.path
-                self.preemption.saved |= isinstance(event, CheckpointSaved)
         elif self.crew.several:
             self._on_host_event(event)
+        self.preempting.hear(event)
+        self.display.say(*self.patience.hear(event, time.monotonic()))
         self.display.handle(event)
         for sink in self.sinks:
             sink(event)
@@ -218,7 +216,7 @@ class Supervisor:
             end = self.exits[event.rank] = Exit(
                 event.rank, event.code, event.time, ours, event.peak_rss_bytes
             )
-            if event.code != 0 and not self._in_order(end):
+            if event.code != 0 and not self.preempting.in_order(end):
                 self._first_failure()
 
     def _hear_guard(self) -> None:
@@ -258,7 +256,7 @@ class Supervisor:
         self.exits[rank] = Exit(rank, code, time.time(), self.ending_since is not None, peak)
         self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
                                     peak_rss_bytes=peak, **self._last_words(self.exits[rank])))  # fmt: skip
-        in_order = self._in_order(self.exits[rank])
+        in_order = self.preempting.in_order(self.exits[rank])
         self.link.died(rank, 0 if in_order else code)
         if code != 0 and not in_order:
             self._first_failure()
@@ -294,6 +292,8 @@ class Supervisor:
             self._asked()
         if self.display.broken and self.stop is None and self.ending_since is None:
             self.stop = Stop(141, "nobody reads the output any more")
+        if self.stop is None and self.ending_since is None and self.failing_since is None:
+            self.stop = self.patience.stop(now)
         if self.ending_since is not None:
             if self.asked.times > 1 and not self.hurried:
                 self.hurried = True
@@ -314,11 +314,7 @@ class Supervisor:
         if self.failing_since is not None:
             if now - self.failing_since >= blame.settle_s(self.exits, self.failures, self.plan.num_workers):
                 self._end()
-        elif self.preemption is not None and (
-            stop := self.preemption.verdict(
-                self.exits, self.plan.num_workers, now, self.plan.job.again(self.plan.name)
-            )
-        ):
+        elif stop := self.preempting.verdict(self.exits, self.plan.num_workers, now):
             self.stop = stop
         elif len(self.exits) == self.plan.num_workers:
             self.done_since = self.done_since or now
@@ -332,24 +328,17 @@ class Supervisor:
 
     def _asked(self) -> None:
         """A first SIGTERM stops in good order; Ctrl-C, a lost terminal and anything after that end the run now."""
-        if self.asked.number == signal.SIGTERM and self.asked.times == 1 and self.workers_since is not None:
-            if self.preemption is None and self.failing_since is None:
-                reason = (
-                    "SIGTERM" if not self.plan.index else f"SIGTERM to the supervisor on {self.plan.host}"
-                )
-                self.link.ask_stop(reason)
-                self._preempt(reason)
-        else:
+        polite = self.asked.number == signal.SIGTERM and self.asked.times == 1
+        if not polite or self.workers_since is None:
             self.stop = self.asked.stop()
+        elif not self.preempting.begun and self.failing_since is None:
+            reason = f"SIGTERM to the supervisor on {self.plan.host}" if self.plan.index else "SIGTERM"
+            self.link.ask_stop(reason)
+            self.preempting.begin(reason)
 
-    def _preempt(self, reason: str) -> None:
-        if self.preemption is None and self.ending_since is None:
-            self.preemption = Preemption(time.monotonic(), self.plan.grace_s, reason, self.checkpoint)
-            limit = f"within {self.plan.grace_s:g} s"
-            self.display.say(*fold(f"asked to stop ({reason}): a checkpoint at the next step, {limit}"))
-
-    def _in_order(self, end: Exit) -> bool:
-        return self.preemption is not None and self.preemption.is_order(end)
+    def _stopping(self, words: str) -> None:
+        if self.ending_since is None:
+            self.display.say(*fold(words))
 
     def _check_formed(self) -> None:
         here = {*self.display.progress.beats, *self.exits}
@@ -365,7 +354,8 @@ class Supervisor:
 
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
-        self.link.emit(RunEnded(code=self._code(), reason=self.stop.reason if self.stop is not None else ""))
+        self.seeing.close()
+        self.link.emit(RunEnded(code=self.code(), reason=self.stop.reason if self.stop is not None else ""))
         if self.stop is not None and self.workers_since is None:
             self.link.cancel(self.stop.reason, self.stop.code)
         if self.crew.all_gone():
@@ -379,60 +369,25 @@ class Supervisor:
         self.tether.end(GRACE_S)
 
     def _finish(self) -> int:
-        """Says how it ended, the first failure last, and writes it down."""
-        verdict = self._verdict()
-        told = [failed.traceback for failed in self.failures]
-        if self.stop is None and verdict is not None and verdict.failed is None:
-            told += tail(self.folder.log("worker", verdict.rank))  # the block shows it
-        self.streams.finish(told)
-        code, progress = self._code(), self.display.progress
-        self._close(code)
-        self.folder.update(
-            ended=time.time(),
-            code=code,
-            steps=progress.step,
-            samples=progress.samples,
-            metrics=progress.metrics,
-        )
-        if self.stop is not None:
-            step = f" at step {progress.step}" if progress.step else ""
-            self.display.say("", *fold(f"run {self.plan.name}: {self.stop.reason}{step}"),
-                             *(f"  {line}" for line in self.stop.detail))  # fmt: skip
-        elif verdict is not None:
-            self.display.say(*self._block(verdict))
-        else:
-            memory = {rank: end.peak_rss_bytes for rank, end in self.exits.items()}
-            wall_s = time.monotonic() - self.started
-            self.display.say(*summary(progress, name=self.plan.name, run_dir=self.folder.path, wall_s=wall_s,
-                                      memory=memory))  # fmt: skip
-        return code
+        return finish.finish(self)
 
-    def _verdict(self) -> Verdict | None:
+    def verdict(self) -> Verdict | None:
         return blame.judge(self.exits, self.failures)
 
-    def _code(self) -> int:
+    def code(self) -> int:
         if self.stop is not None:
             return self.stop.code
-        verdict = self._verdict()
+        verdict = self.verdict()
         return verdict.code if verdict is not None else 0
 
-    def _block(self, verdict: Verdict) -> list[str]:
-        rank, log, style = verdict.rank, self.folder.log("worker", verdict.rank), self.display.styled
-        beat = self.display.progress.beats.get(rank)
-        step = beat.step if beat is not None else 0
-        if rank not in self.plan.ranks:
-            end, host = self.crew.ends.get(rank), self.crew.host_of(rank)
-            return lastwords.far(verdict, end, host=host, step=step, log=log, style=style)
-        silent = verdict.exit if verdict.failed is None else None
-        because = lastwords.why(silent, self.cgroups.get(rank, ""), self.memory)
-        return lastwords.here(verdict, host=self.plan.host, step=step, log=log, because=because, style=style)
-
-    def _close(self, code: int) -> None:
-        """processes.json says of everybody how it ended."""
-        for process in self.folder.processes.values():
-            if process.code is None:
-                process.code, process.ended = (code if process.role == "supervisor" else 0), time.time()
-                self.folder.put(process)
+    def _worker_pids(self) -> dict[int, int]:
+        processes = list(self.folder.processes.items())
+        mine = self.plan.ranks
+        return {
+            rank: p.pid
+            for (role, rank), p in processes
+            if role == "worker" and p.code is None and rank in mine
+        }
 
     def _put(self, role: str, rank: int, pid: int, incarnation: int = 0) -> None:
         self.folder.put(Process(role, rank, self.plan.host, pid, time.time(), start_ticks(pid), incarnation))

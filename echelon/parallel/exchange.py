@@ -8,8 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from echelon import activity
 from echelon.clock import Deadline
-from echelon.comm.group import Group, Lost, Outcome
+from echelon.comm.group import Group, Lost, Op, Outcome
+from echelon.parallel import agree
 from echelon.parallel.gradsync import Share
 
 LIMIT_S = 1800.0
@@ -24,6 +26,8 @@ class Exchange:
 
     def __init__(self, group: Group, lost: Callable[[Outcome], None]) -> None:
         self.group, self.lost = group, lost
+        # the answer of a GPU would have to be waited for, and alone there is nobody to ask
+        self._asks = not group.local and self._device().type == "cpu"
 
     def _met(self, outcome: Outcome) -> bool:
         if isinstance(outcome, Lost):
@@ -35,15 +39,36 @@ class Exchange:
         """Sums over ranks in float64."""
         wire = torch.tensor(values, dtype=torch.float64, device=self._device())
         return (
-            wire.tolist() if self._met(self.group.all_reduce(wire).wait(Deadline.after(LIMIT_S))) else values
+            wire.tolist() if self._over(wire, "sum", f"{activity.label()} ({len(values)} values)") else values
         )
 
-    def every(self, values: list[float]) -> list[list[float]]:
-        """Each rank's values, in rank order."""
+    def every(self, values: list[float], what: str = "") -> list[list[float]]:
+        """Each rank's values, in rank order. `what` must be one everywhere."""
         mine = torch.tensor(values, dtype=torch.float64, device=self._device())
-        out = torch.zeros(self.group.size, len(values), dtype=torch.float64, device=mine.device)
-        met = self._met(self.group.all_gather(out, mine).wait(Deadline.after(LIMIT_S)))
-        return out.tolist() if met else [values]
+        what = what or f"{activity.label()} ({len(values)} values of each)"
+        if self._asks and len(values) <= agree.ROOM:
+            outcome, out = agree.gathered(self.group, what, mine, Deadline.after(LIMIT_S))
+        else:
+            self._ask(what)
+            out = torch.zeros(self.group.size, len(values), dtype=torch.float64, device=mine.device)
+            outcome = self.group.all_gather(out, mine).wait(Deadline.after(LIMIT_S))
+        return out.tolist() if self._met(outcome) else [values]
+
+    def _over(self, wire: Tensor, op: Op, what: str) -> bool:
+        """`wire` (flat) becomes its sum, min or max over ranks, unless they call different things."""
+        small = self._asks and len(wire) <= agree.ROOM and wire.dtype in (torch.float64, torch.int64)
+        if not small:
+            self._ask(what)
+            return self._met(self.group.all_reduce(wire, op).wait(Deadline.after(LIMIT_S)))
+        outcome, rows = agree.gathered(self.group, what, wire, Deadline.after(LIMIT_S))
+        if not self._met(outcome):
+            return False
+        wire.copy_(rows.sum(0) if op == "sum" else rows.amin(0) if op == "min" else rows.amax(0))
+        return True
+
+    def _ask(self, what: str) -> None:
+        if self._asks:
+            self._met(agree.ask(self.group, what, Deadline.after(LIMIT_S)))
 
     def _device(self) -> torch.device:
         return self.group.buffer(0).device
@@ -51,13 +76,16 @@ class Exchange:
     def reduce(self, x: Tensor, op: ReduceOp, weight: float) -> Tensor:
         """x over all ranks; mean by weight; a rank of weight 0 counts for nothing."""
         x = x.detach()
+        what = f"{activity.label() or 'reduce'}(…, {op!r}) of {x.dtype} {list(x.shape)}"
         if op in ("min", "max"):
-            wire = x.clone()
+            wire = x.clone(memory_format=torch.contiguous_format)
             if weight == 0:
                 info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
                 wire.fill_(info.max if op == "min" else info.min)
-            self._met(self.group.all_reduce(wire, op).wait(Deadline.after(LIMIT_S)))
-            return wire
+            if x.numel() <= agree.ROOM:  # wide enough for all types, so that they travel beside the mark
+                wire = wire.to(torch.float64 if x.is_floating_point() else torch.int64)
+            self._over(wire.view(-1), op, what)
+            return wire.to(x.dtype)
         exact = x.dtype if not x.is_floating_point() and op == "sum" else torch.float64
         scale = weight if op == "mean" else float(weight > 0)
         body = (
@@ -66,7 +94,7 @@ class Exchange:
             else torch.zeros(x.numel(), dtype=exact, device=x.device)
         )
         wire = torch.cat([body, torch.tensor([weight], device=x.device).to(exact)])
-        self._met(self.group.all_reduce(wire).wait(Deadline.after(LIMIT_S)))
+        self._over(wire, "sum", what)
         value = wire[:-1] / wire[-1] if op == "mean" else wire[:-1]
         keeps = x.is_floating_point() or op == "sum"
         return value.reshape(x.shape).to(x.dtype if keeps else torch.float64)
@@ -81,6 +109,7 @@ class Exchange:
             joined = joined[n:]
         return sorted(found)
 
+    @activity.named("run.evaluate")
     def ratios(self, totals: dict[str, list[float]]) -> dict[str, float]:
         """{name: [sum, count]} of each rank -> {name: sum / count} of all; a rank without samples learns the names."""
         names = self.words(sorted(totals))
@@ -88,6 +117,7 @@ class Exchange:
         pairs = zip(names, sums[::2], sums[1::2], strict=True)
         return {name: total / count if count else float("nan") for name, total, count in pairs}
 
+    @activity.named("run.gather")
     def gather(self, x: Tensor, share: Share) -> Tensor:
         """The rows of all ranks in global order; differentiable. Rows of a stand-in are left out."""
         out = _Gather.apply(x, self, share)
@@ -96,7 +126,8 @@ class Exchange:
 
     def rows(self, x: Tensor, count: int) -> tuple[list[int], Tensor]:
         """Everybody's first `count` rows, padded on the way to the longest."""
-        counts = [int(c[0]) for c in self.every([float(count)])]
+        what = f"{activity.label()} of {x.dtype} {list(x.shape[1:])} rows"
+        counts = [int(c[0]) for c in self.every([float(count)], what)]
         most = max([*counts, 1])
         x = x.to(self._device()) if not x.is_cuda else x
         mine = x.new_zeros(most, *x.shape[1:])

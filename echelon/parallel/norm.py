@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome
 from echelon.parallel.gradsync import Share
@@ -26,6 +27,7 @@ class NormSync:
     def __init__(self, group: Group, share: Callable[[], Share], lost: Callable[[Outcome], None]) -> None:
         self.group, self.share, self.lost = group, share, lost
 
+    @activity.named("synchronised BatchNorm")
     def gather(self, mine: Tensor) -> Tensor | None:
         out = torch.empty(self.group.size, *mine.shape, dtype=mine.dtype, device=mine.device)
         outcome = self.group.all_gather(out, mine).wait(Deadline.after(NORM_LIMIT_S))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon import activity
 from echelon.parallel.average import Average
 from echelon.prepare.loader import Feed
 
@@ -18,6 +19,7 @@ STOP = "<stop>"
 """Among the totals when this rank was asked to stop: all ranks hear of it where they add up."""
 
 
+@activity.named("run.evaluate")
 def totals(
     model: nn.Module, feed: Feed, fn: Judge, average: Average | None, stop: Callable[[], bool]
 ) -> dict[str, list[float]]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from echelon import activity
 from echelon.comm.group import Group
 from echelon.data import order, tree
 from echelon.data.deal import Cut, Micro, Position
@@ -115,7 +116,9 @@ class Loop:
 
     def _fetch(self, parts: Iterator[Part]) -> Part | None:
         began = time.perf_counter()
-        part = next(parts, None)
+        with activity.inside(activity.DATA):
+            part = next(parts, None)
+        activity.moved()
         self.feed.machine.timed_data(began)
         return part
 
@@ -242,6 +245,7 @@ class Feed:
         """Every sample once, outside of training: no marks, no shares; an empty part is skipped."""
         epoch, self.epochs = self.epochs, self.epochs + 1
         for part in self._free_parts().epoch(epoch, []):
+            activity.moved()
             if part.count:
                 yield self.placed(part.data)
 

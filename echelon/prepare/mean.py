@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from echelon import activity
 from echelon.errors import UsageError
 from echelon.parallel.exchange import Exchange, shown_as
 from echelon.step import Machine
@@ -27,6 +28,7 @@ class Normaliser:
         self.counts: list[float] = []
         self.last_number = -1
 
+    @activity.named("run.mean")
     def mean(self, total: Tensor, count: Any) -> Tensor:
         share = self.machine.share
         mine = [float(total.detach()), float(count)] if share.counts else [0.0, 0.0]

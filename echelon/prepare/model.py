@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost
 from echelon.data.tree import map_tree
@@ -43,6 +44,7 @@ def sparse_params(model: nn.Module) -> set[int]:
 
 
 @torch.no_grad()
+@activity.named("the first weights")
 def equalise(tensors: Iterable[Tensor], group: Group) -> None:
     """Rank 0's values everywhere, one message a type."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

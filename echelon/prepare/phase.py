@@ -9,6 +9,7 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
+from echelon import activity
 from echelon.clock import FOREVER_S, Deadline
 from echelon.control.member import Member
 from echelon.errors import PhaseFailed
@@ -31,12 +32,15 @@ class Phase:
         self.over = over
         """It was done before the checkpoint from which this run goes on: nobody does it again."""
         self._before: Any = None
+        self._inside = activity.inside(f"{activity.PHASE}{name}")
 
     def progress(self, share: float) -> None:
+        activity.moved()
         self.emit(PhaseChanged(rank=self.rank, name=self.name, state="running", share=share))
 
     def __enter__(self) -> Phase:
         if self.rank == 0 and not self.over:
+            self._inside.__enter__()
             self.emit(PhaseChanged(rank=0, name=self.name, state="begun"))
             return self
         if not self.over:
@@ -50,6 +54,7 @@ class Phase:
         if self.rank != 0 or self.over:
             self._untrace()
             return kind is _Skipped
+        self._inside.__exit__()
         self.emit(PhaseChanged(rank=0, name=self.name, state="over" if kind is None else "failed"))
         if self.member is not None:
             word = b"ok" if kind is None else f"{kind.__name__}: {error}".encode()[:2000]
@@ -65,7 +70,10 @@ class Phase:
             return
         with_wire = self.member.dial()
         try:
-            word = with_wire.call("store.get", Deadline.after(FOREVER_S), key=self._key, timeout_s=FOREVER_S)
+            with activity.waiting("phase", self.number, f"{activity.PHASE}{self.name}"):
+                word = with_wire.call(
+                    "store.get", Deadline.after(FOREVER_S), key=self._key, timeout_s=FOREVER_S
+                )
         finally:
             with_wire.close()
         if word != b"ok":

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from echelon import activity
 from echelon.errors import UsageError
 from echelon.parallel.exchange import Exchange
 
@@ -18,6 +19,7 @@ def target(path: str | Path) -> Path:
     return path if path.suffix else path.with_name(path.name + ".safetensors")
 
 
+@activity.named("run.save")
 def write_once(state: dict[str, Tensor], path: Path, exchange: Exchange) -> None:
     """Rank 0 writes; every rank returns when the file is there, or raises what rank 0 met."""
     failure: list[str] = []

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon import activity
 from echelon.parallel.exchange import Exchange, ReduceOp
 from echelon.step import Machine
 
@@ -24,6 +25,7 @@ class Values:
             return float(current.part.count)
         return float(self.machine.last_loop) or 1.0
 
+    @activity.named("run.reduce")
     def reduce(self, x: Any, op: ReduceOp, device: torch.device) -> Any:
         """A tensor gives a tensor, a number a number (floats in float64, bools counted as 0 and 1)."""
         if isinstance(x, Tensor):

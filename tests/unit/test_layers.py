@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echelon"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "clock", "env", "strategy", "events", "faults"),
+    ("errors", "clock", "env", "strategy", "events", "faults", "activity"),
     ("mesh",),
     ("comm", "control"),
     ("data", "elastic", "checkpoint"),

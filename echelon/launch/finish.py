@@ -1,0 +1,67 @@
+"""How a run ended, for people and for the record: the first failure last."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from echelon.launch import lastwords
+from echelon.launch.blame import Verdict
+from echelon.launch.streams import tail
+from echelon.show.lines import fold
+from echelon.show.summary import summary
+
+if TYPE_CHECKING:
+    from echelon.launch.supervisor import Supervisor
+
+
+def finish(run: Supervisor) -> int:
+    """Says how it ended, the first failure last, and writes it down."""
+    verdict = run.verdict()
+    told = [failed.traceback for failed in run.failures]
+    if run.stop is None and verdict is not None and verdict.failed is None:
+        told += tail(run.folder.log("worker", verdict.rank))  # the block shows it
+    run.streams.finish(told)
+    code, progress = run.code(), run.display.progress
+    _close(run, code)
+    run.folder.update(
+        ended=time.time(),
+        code=code,
+        steps=progress.step,
+        samples=progress.samples,
+        metrics=progress.metrics,
+    )
+    if run.stop is not None and run.stop.block:
+        run.display.say(*run.stop.block)
+    elif run.stop is not None:
+        step = f" at step {progress.step}" if progress.step else ""
+        run.display.say("", *fold(f"run {run.plan.name}: {run.stop.reason}{step}"),
+                         *(f"  {line}" for line in run.stop.detail))  # fmt: skip
+    elif verdict is not None:
+        run.display.say(*_block(run, verdict))
+    else:
+        memory = {rank: end.peak_rss_bytes for rank, end in run.exits.items()}
+        wall_s = time.monotonic() - run.started
+        run.display.say(*summary(progress, name=run.plan.name, run_dir=run.folder.path, wall_s=wall_s,
+                                  memory=memory))  # fmt: skip
+    return code
+
+
+def _block(run: Supervisor, verdict: Verdict) -> list[str]:
+    rank, log, style = verdict.rank, run.folder.log("worker", verdict.rank), run.display.styled
+    beat = run.display.progress.beats.get(rank)
+    step = beat.step if beat is not None else 0
+    if rank not in run.plan.ranks:
+        end, host = run.crew.ends.get(rank), run.crew.host_of(rank)
+        return lastwords.far(verdict, end, host=host, step=step, log=log, style=style)
+    silent = verdict.exit if verdict.failed is None else None
+    because = lastwords.why(silent, run.cgroups.get(rank, ""), run.memory)
+    return lastwords.here(verdict, host=run.plan.host, step=step, log=log, because=because, style=style)
+
+
+def _close(run: Supervisor, code: int) -> None:
+    """processes.json says of everybody how it ended."""
+    for process in run.folder.processes.values():
+        if process.code is None:
+            process.code, process.ended = (code if process.role == "supervisor" else 0), time.time()
+            run.folder.put(process)
