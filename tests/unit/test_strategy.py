@@ -64,7 +64,6 @@ def test_mistakes_teach(text, said):
         "update=async",
         "compress=fp16",
         "slices=8",
-        "checkpoint_every=5",
     ],
 )
 def test_what_is_not_built_yet_says_so(text):
