@@ -78,16 +78,23 @@ def one_rank(rank: int, size: int, target: str, coordinator: str, token: str) ->
     place = Place(run="test-run", rank=rank, world_size=size, coordinator=coordinator, host="here")
     member = Member.join(place, token, Deadline.after(30))
     saver = Saver(target, rank, size, MemberMeeting(member, rank, size, term=1), lambda event: None)
-    Path(f"{target}.rank-{rank}").write_text("running")
+    say(target, rank, "running")
     said = "done"
     try:
         for step in range(1, 200):
             save(saver, step)
-            Path(f"{target}.rank-{rank}").write_text(f"saved {step}")
+            say(target, rank, f"saved {step}")
     except Exception as error:
         said = f"failed: {error}"
-    Path(f"{target}.rank-{rank}").write_text(said)
+    say(target, rank, said)
     os._exit(0)
+
+
+def say(target: str, rank: int, text: str) -> None:
+    """At once: a reader never sees half of it."""
+    partial = Path(f"{target}.rank-{rank}.partial")
+    partial.write_text(text)
+    partial.replace(f"{target}.rank-{rank}")
 
 
 def serve() -> None:
