@@ -53,6 +53,9 @@ class Crew:
         self.ends: dict[int, ProcessEnded] = {}
         """How workers of other hosts ended, as their supervisors told it."""
 
+        self.invitation: list[str] = []
+        """What to type on the other hosts; said once the token's file is there."""
+
         self._here: Sequence[Host] = ()
         self._gone: set[int] = set()
         self._result: Assembly | EchelonError | None = None

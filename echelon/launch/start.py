@@ -122,11 +122,12 @@ def run(
             else f"{job.num_workers} workers on {reach.num_hosts} hosts"
         )
         display.say(*fold(f"run {name} · {threads} · {chosen}"))
+        if reach.num_hosts > 1:  # which workers run here is known when all hosts are there
+            plan = dataclasses.replace(plan, num_local=0)
         crew = Crew(reach.num_hosts, Me(plan.host, address), reach.join_timeout_s)
         if crew.several:
-            display.say(
-                *invitation(plan.coordinator, net.interface_of(address), folder.token, token is not None)
-            )
+            given_out = token is not None
+            crew.invitation = invitation(plan.coordinator, net.interface_of(address), folder.token, given_out)
         board = tensorboard.TensorBoard(folder.path / "tensorboard", wanted=chosen.tensorboard)
         with contextlib.closing(board):
             return Supervisor(plan, folder, listening, display, [board], crew, token).run()

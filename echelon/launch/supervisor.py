@@ -124,6 +124,7 @@ class Supervisor:
     def _start_roles(self) -> None:
         """The coordinator and, once all hosts are there, this host's workers."""
         token = self.folder.write_token(self.token)
+        self.display.say(*self.crew.invitation)
         self._start_coordinator()
         if not self.crew.several:
             self._start_workers()
@@ -211,7 +212,7 @@ class Supervisor:
         stop = self.crew.take(event, self.display, self.streams, self.folder, self.plan)
         if self.ending_since is None:
             self.stop = self.stop or stop
-        if isinstance(event, ProcessEnded) and event.rank in self.crew.ends:
+        if isinstance(event, ProcessEnded) and event.role == "worker" and event.rank in self.crew.ends:
             ours = self.ending_since is not None
             end = self.exits[event.rank] = Exit(
                 event.rank, event.code, event.time, ours, event.peak_rss_bytes

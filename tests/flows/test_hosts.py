@@ -516,7 +516,7 @@ def test_a_host_that_vanishes_is_named_within_15_s(cut_site):
 @pytest.mark.case("coordinator restarts")
 def test_training_goes_on_when_the_coordinator_is_killed(site):
     site.script(TRAIN)
-    first, other = site.run("5"), site.join(1)
+    first, other = site.run("3"), site.join(1)
     shown(first, "at step 3", 60)
     first.kill("coordinator")
     shown(first, "the coordinator ended (exit code 137) and is started again")
