@@ -29,11 +29,11 @@ def complete(beat: Beat, rank: int) -> Beat:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     now = activity.now()
     wait = now.wait or activity.Wait("", 0, "", 0, 0.0)
-    stack, own = beat.stack or main_stack(), now.site.replace(" in ", " ")
-    if (
-        own and own not in stack
-    ):  # deep in a library: the script's own line matters more than the outermost of those
-        stack = [own, *stack[1:]]
+    stack = beat.stack or main_stack()
+    place, _, name = now.site.rpartition(" in ")
+    file = place.rpartition(":")[0]
+    if file and not any(frame.startswith(file) for frame in stack):  # deep in a library
+        stack = [f"{place} {name}", *stack[1:]]
     return dataclasses.replace(
         beat, rank=rank, stack=stack, peak_rss_bytes=beat.peak_rss_bytes or usage.ru_maxrss * 1024,
         doing=now.doing or beat.doing, progress=now.progress, cpu_s=usage.ru_utime + usage.ru_stime, site=now.site,
