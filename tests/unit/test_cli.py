@@ -64,7 +64,7 @@ def test_help_of_run_shows_only_what_works():
         (["--strategy", "ps"], "does not have the form `ps` yet"),
         (["--config", "none.toml"], "does not exist"),
         (["--servers", "2"], "parameter servers yet"),
-        (["--resume"], "resuming from checkpoints yet"),
+        (["--resume"], "has a complete checkpoint"),
         (["--hosts", "a,b"], "not a valid integer"),
         (["--hosts", "2", "--workers", "1"], "each has at least one"),
         (["--listen", "10.0.0.1:x"], "is not an address"),
