@@ -124,7 +124,8 @@ class Whole:
                 rest = {k: v for k, v in optimizer.state.get(param, {}).items() if not isinstance(v, Tensor)}
                 if rest:
                     state[name] = rest
-        return {"groups": groups, "names": names, "state": state}
+        slots = list(dict.fromkeys(slot for entry in optimizer.state.values() for slot in entry))
+        return {"groups": groups, "names": names, "state": state, "slots": slots}
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -246,7 +247,8 @@ class Whole:
                     slot = key.slot.partition(".")[2]
                     state[slot] = _slot(saved, key, param, group, optimizer.state.get(param, {}).get(slot))
                 if state:
-                    optimizer.state[param] = state
+                    order = {slot: at for at, slot in enumerate(record["slots"])}
+                    optimizer.state[param] = dict(sorted(state.items(), key=lambda item: order[item[0]]))
                 elif param in optimizer.state:
                     del optimizer.state[param]
             for key_, value in kept.items():

@@ -76,7 +76,17 @@ for epoch in run.epochs(EPOCHS):
         loader._feed.mark()
         print(json.dumps({epoch: loader._feed.ledger.epochs[epoch].committed}), file=file)
 
-state = [*model.state_dict().values(), *run.averages[id(model)].shadow, torch.tensor(sched.get_last_lr()),
-         torch.tensor(best.value), torch.rand(3), *(v for s in opt.state.values() for v in s.values())]  # fmt: skip
-digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in state)).hexdigest()
-(out / f"digest-{run.rank}").write_text(f"{digest} {run.global_step}")
+parts = {
+    "weights": model.state_dict().values(),
+    "average": run.averages[id(model)].shadow,
+    "optimizer": [v for state in opt.state.values() for v in state.values()],
+    "rate": [torch.tensor(sched.get_last_lr())],
+    "best": [torch.tensor(best.value)],
+    "random": [torch.rand(3)],
+    "step": [torch.tensor(run.global_step)],
+}
+digests = {
+    name: hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    for name, tensors in parts.items()
+}
+(out / f"digest-{run.rank}").write_text(json.dumps(digests))
