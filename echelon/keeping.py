@@ -331,6 +331,8 @@ class Keeping:
         self.whole.restore(saved, self._objects)
         machine = self.machine
         machine.committed, machine.iteration_lost = True, False
+        for prepared in machine.optimizers:
+            prepared.optimizer._opt_called = True  # type: ignore[attr-defined]  # in its earlier life: no warning
         self.last = None
         if self.world.rank == 0:
             self.emit(

@@ -299,7 +299,7 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str, lifeline_f
     asking: list[asyncio.Future[Any]] = []
 
     def terminate() -> None:
-        if coordinator.ended or coordinator.stopping:
+        if coordinator.ended or asking:
             over.set()
         else:
             me = Identity(coordinator.description["name"], "coordinator", 0)

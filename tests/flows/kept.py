@@ -57,9 +57,7 @@ best = run.track(Best())
 loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=1)
 val = DataLoader(Noisy(), batch_size=8)
 model, opt, sched, loader = run.prepare(model, opt, sched, loader)
-loader._feed.ledger.keep_ids = True
-used = out / f"ids-{time.time_ns()}-{run.rank}"
-for epoch in run.epochs(EPOCHS):
+for _ in run.epochs(EPOCHS):
     for _, x, y in loader:
         time.sleep(PAUSE)
         loss = F.mse_loss(model(x), y)
@@ -72,9 +70,6 @@ for epoch in run.epochs(EPOCHS):
         best.value = score
         run.save(out / "best")
     sched.step()
-    with used.open("a") as file:
-        loader._feed.mark()
-        print(json.dumps({epoch: loader._feed.ledger.epochs[epoch].committed}), file=file)
 
 parts = {
     "weights": model.state_dict().values(),

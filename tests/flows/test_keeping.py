@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Running, environment
+from tests.conftest import Running, environment, processes_of
 
 SCRIPT = Path(__file__).with_name("kept.py")
 ROLES = [("supervisor", 0), ("worker", 0), ("worker", 1), ("coordinator", 0), ("guard", 0)]
@@ -114,7 +114,7 @@ def test_sigterm_at_50_random_moments(kept, calm):
 def test_sigterm_to_every_process_of_the_job_at_once_loses_nothing(kept, calm):
     """As schedulers of clusters do it: loader processes too."""
     running = kept.start(pause=0.1)
-    running.until(lambda: running.shows("step "), 40)
+    running.until(lambda: running.shows("samples/s"), 40)
     tree = psutil.Process(running.process.pid).children(recursive=True)
     assert len(tree) >= 6  # guard, coordinator, two workers, two loader processes
     for process in [*tree, psutil.Process(running.process.pid)]:
@@ -137,8 +137,7 @@ def test_kill_9_at_random_moments_and_resume_gives_the_same_bits_and_every_sampl
         time.sleep(draw.uniform(0.0, 0.5))
         os.kill(running.process.pid, signal.SIGKILL)
         running.process.wait()
-        running.until(lambda: not any(p.is_running() and "echelon.role" in " ".join(p.cmdline()) and str(kept.folder) in " ".join(p.cmdline())
-                                      for p in psutil.process_iter()), 15)  # fmt: skip
+        running.until(lambda: not processes_of(str(kept.folder)), 15)
         running = kept.start("--resume", *options, pause=0.1)
     result = running.wait(90)
     assert result.code == 0, result.err[-3000:]
@@ -177,7 +176,7 @@ def test_without_a_checkpoint_within_the_grace_it_says_so_and_ends_with_143(kept
 @pytest.mark.case("echelon stop saves")
 def test_echelon_stop_saves_and_says_how_to_go_on(kept, calm):
     running = kept.start(pause=0.1)
-    running.until(lambda: running.shows("step "), 40)
+    running.until(lambda: running.shows("samples/s"), 40)
     command = [sys.executable, "-m", "echelon", "stop", "kept"]
     said = subprocess.run(
         command, cwd=kept.folder, env=environment(kept.folder), capture_output=True, text=True, timeout=60
