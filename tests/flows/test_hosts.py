@@ -53,7 +53,7 @@ def site(two: Network, tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def cutat(tmp_path: Path) -> Iterator[Site]:
+def cut_site(tmp_path: Path) -> Iterator[Site]:
     """Two hosts for a test that spoils them."""
     with network(2) as made:
         yield from at(made, tmp_path)
