@@ -268,7 +268,7 @@ class Keeping:
         """The checkpoint to go on from and what rank 0 has to say about newer ones: rank 0 looks, the others hear."""
         if self.member is None:
             return self._find(source)
-        key = f"resume/{source}"
+        key = f"resume/{source or self.target}"
         if self.world.rank == 0:
             try:
                 found = json.dumps({"found": self._find(source)})

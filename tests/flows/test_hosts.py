@@ -16,19 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import Running, environment, processes_of
+from tests.conftest import Running, environment
 from tests.equality import zoo
 from tests.equality.test_equality import BOUND, difference, plain
-from tests.flows.netns import NetHost, Network, network
-
-TOLD_S = 10.0
-"""What goes wrong is told within this time; the clock starts with the command, so Python's own start is in it."""
-
-SLEEP = """
-    import time
-    print("up", flush=True)
-    time.sleep(300)
-"""
+from tests.flows.netns import Network, network
+from tests.flows.site import TOLD_S, Site, at, ends, said, shown
 
 TRAIN = """
     import os, signal, sys, torch, echelon
@@ -49,112 +41,22 @@ TRAIN = """
 """
 
 
-class Site:
-    """Hosts, and what runs on them. Every host works in a folder of its own or, if asked for, in one that all share."""
-
-    def __init__(self, net: Network, folder: Path) -> None:
-        self.net, self.folder = net, folder
-        self.hosts: list[NetHost] = net.hosts
-        self.token = folder / "the-token"
-        self.started: list[Running] = []
-        self.script(SLEEP)
-
-    def home(self, index: int) -> Path:
-        path = self.folder / f"home{index}"
-        path.mkdir(exist_ok=True)
-        return path
-
-    def script(self, text: str, *only: int) -> None:
-        for index in only or range(len(self.hosts)):
-            (self.home(index) / "train.py").write_text(textwrap.dedent(text))
-
-    def run(self, *args: str, listen: str = "", options: tuple[str, ...] = (), workers: int = 2, hosts: int = 0,
-            script: str = "train.py", env: dict[str, str] | None = None) -> Running:  # fmt: skip
-        """The first host. Its token is agreed on beforehand, unless `env` says otherwise."""
-        listen = listen or f"{self.hosts[0].ipv4}:29400"
-        words = [
-            "run",
-            "--hosts",
-            str(hosts or len(self.hosts)),
-            "--listen",
-            listen,
-            "--workers",
-            str(workers),
-            "--name",
-            "it",
-        ]
-        return self.start(0, *words, *options, script, *args, env=env)
-
-    def join(self, index: int, *options: str, to: str = "", env: dict[str, str] | None = None) -> Running:
-        return self.start(index, "join", to or f"{self.hosts[0].ipv4}:29400", *options, env=env)
-
-    def start(self, index: int, *words: str, env: dict[str, str] | None = None) -> Running:
-        home = self.home(index)
-        around = environment(self.folder) | {
-            "ECHELON_TOKEN": "0123456789abcdef" * 4,
-            "ECHELON_RUNS": f"{self.folder}/runs",
-        }
-        around = {key: value for key, value in (around | (env or {})).items() if value}
-        command = self.hosts[index].command(sys.executable, "-m", "echelon", *words)
-        self.started.append(Running(home, command, around))
-        self.started[-1].run_dir = self.folder / "runs" / "it"
-        return self.started[-1]
-
-    def wait_for_nothing(self, timeout_s: float = TOLD_S) -> float:
-        start = time.monotonic()
-        while left := [*self.net.pids(), *processes_of(str(self.folder))]:
-            assert time.monotonic() - start < timeout_s, [_command(pid) for pid in left]
-            time.sleep(0.05)
-        return time.monotonic() - start
-
-
 @pytest.fixture(scope="module")
 def two() -> Iterator[Network]:
     with network(2, second_network=True) as made:
         yield made
 
 
-def _site(net: Network, folder: Path) -> Iterator[Site]:
-    site = Site(net, folder)
-    yield site
-    for running in site.started:
-        if running.process.poll() is None:
-            running.process.kill()
-            running.process.wait()
-    for pid in net.pids():
-        os.kill(pid, signal.SIGKILL)
-
-
 @pytest.fixture
 def site(two: Network, tmp_path: Path) -> Iterator[Site]:
-    yield from _site(two, tmp_path)
+    yield from at(two, tmp_path)
 
 
 @pytest.fixture
 def cut_site(tmp_path: Path) -> Iterator[Site]:
     """Two hosts for a test that spoils them."""
     with network(2) as made:
-        yield from _site(made, tmp_path)
-
-
-def shown(running: Running, text: str, timeout_s: float = 30.0) -> float:
-    """Seconds from the start until `text` was on the screen, whatever way it is folded."""
-
-    def there() -> bool:
-        return text in said(running)
-
-    running.until(there, timeout_s)
-    return time.monotonic() - running.started
-
-
-def said(running: Running) -> str:
-    both = running._out.read_text("utf-8", "replace") + running._err.read_text("utf-8", "replace")
-    return re.sub(r"\s+", " ", both)
-
-
-def ends(running: Running, code: int, timeout_s: float = 30.0) -> str:
-    assert running.wait(timeout_s).code == code, said(running)
-    return said(running)
+        yield from at(made, tmp_path)
 
 
 # the same answer
@@ -192,7 +94,7 @@ def test_two_hosts_end_with_the_weights_of_one_process(site, tmp_path):
 @pytest.mark.case("four hosts, one with IPv6 only")
 def test_four_hosts_of_which_one_has_only_ipv6(tmp_path):
     with network(4, ipv6_only=(2,)) as net:
-        for site in _site(net, tmp_path):
+        for site in at(net, tmp_path):
             equality(site, 4, "[fd77::1]:29400", tmp_path)
 
 
@@ -219,6 +121,17 @@ def test_ranks_threads_and_prefixes(site):
         "guard-1.log",
         "coordinator-0.log",
     }
+
+
+def test_status_and_logs_know_the_other_hosts(site):
+    first, other = site.run(), site.join(1)
+    shown(first, "[h1:1] up", 60)
+    status = site.start(0, "status", "it")
+    assert re.search(r"worker 1 +on h1 pid \d+ +alive", ends(status, 0))
+    (site.folder / "runs" / "it" / "logs" / "worker-1.log").rename(site.folder / "elsewhere")
+    assert "It runs on h1: its log is there" in ends(site.start(0, "logs", "it", "--rank", "1"), 2)
+    ends(site.start(0, "stop", "it"), 0)
+    assert first.wait(10).code == other.wait(10).code == 143
 
 
 # how hosts come together
@@ -291,6 +204,20 @@ def test_a_wrong_token(site):
     shown(first, "10.77.0.2 was refused: it came with a wrong token", 5)
 
 
+def test_another_version_of_the_wire(site):
+    first = site.run()
+    shown(first, "1 of 2 hosts")
+    old = (
+        "from echelon.control import handshake; handshake.VERSION = 99; from echelon.cli import main; main()"
+    )
+    words = ("join", "10.77.0.1:29400")
+    command = site.hosts[1].command(sys.executable, "-c", old, *words)
+    other = Running(site.home(1), command, environment(site.folder) | {"ECHELON_TOKEN": "f" * 64})
+    assert "it speaks another version of the wire" in ends(other, 69)
+    assert other.wait().seconds < TOLD_S
+    shown(first, "it came with another version of Echelon", 5)
+
+
 @pytest.mark.case("wrong script")
 @pytest.mark.parametrize("there", ["another", "none"])
 def test_a_wrong_script(site, there):
@@ -355,7 +282,7 @@ def named() -> Iterator[Network]:
 
 @pytest.fixture
 def cut_site_names(named, tmp_path):
-    yield from _site(named, tmp_path)
+    yield from at(named, tmp_path)
 
 
 @pytest.mark.case("loopback told to a remote host")
@@ -550,10 +477,3 @@ def test_a_stranger_on_the_network_learns_nothing(site):
     done = subprocess.run(site.hosts[1].command(sys.executable, "-S", "-c", textwrap.dedent(knock)),
                           capture_output=True, text=True, check=True)  # fmt: skip
     assert done.stdout.split() == ["0", "True"] * 3
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return "?"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from echelon.clock import FakeClock
-from echelon.control import handshake
+from echelon.control import handshake, token
 from echelon.control.handshake import JOINER, ClientSide, Identity, Refused, ServerSide
 from echelon.elastic import hosts
 from echelon.elastic.hosts import Host, Signs
-from echelon.errors import EchelonError, UsageError, WorldError
+from echelon.errors import AuthError, EchelonError, UsageError, WorldError
 from echelon.events import Event, HostAsked, HostLost, Knocked, Printed
 from echelon.launch import crew, lifeline, listen, meeting, sameness
 from echelon.launch.forward import BURST, Forward
@@ -138,17 +138,17 @@ def greet(client: ClientSide, server: ServerSide) -> None:
 
 
 def test_a_joiner_need_not_know_the_runs_name_but_everybody_else_must():
-    token = "t" * 64
-    greet(ClientSide(token, Identity("", JOINER, 0, 77)), ServerSide(token, "it"))
-    greet(ClientSide(token, Identity("it", JOINER, 0, 77)), ServerSide(token, "it"))
+    secret = "t" * 64
+    greet(ClientSide(secret, Identity("", JOINER, 0, 77)), ServerSide(secret, "it"))
+    greet(ClientSide(secret, Identity("it", JOINER, 0, 77)), ServerSide(secret, "it"))
     for identity in (
         Identity("other", JOINER, 0, 1),
         *(Identity("", role, 0) for role in handshake.ROLES - {JOINER}),
     ):
         with pytest.raises(Refused, match="another run"):
-            greet(ClientSide(token, identity), ServerSide(token, "it"))
+            greet(ClientSide(secret, identity), ServerSide(secret, "it"))
     with pytest.raises(Refused, match="token"):
-        greet(ClientSide("u" * 64, Identity("", JOINER, 0, 77)), ServerSide(token, "it"))
+        greet(ClientSide("u" * 64, Identity("", JOINER, 0, 77)), ServerSide(secret, "it"))
 
 
 def test_scripts_are_compared_by_content(tmp_path):
@@ -219,3 +219,9 @@ def test_what_another_host_tells_may_end_the_run(event: Event, code: int, words:
 def test_records_of_hosts_travel_whole():
     host = Host(3, "h", "10.0.0.1", 2, 99)
     assert Host(**dataclasses.asdict(host)) == host
+
+
+def test_a_short_token_is_refused():
+    with pytest.raises(AuthError, match="has 5 characters"):
+        token.check("short")
+    assert token.check("0123456789abcdef") == "0123456789abcdef"
