@@ -102,6 +102,7 @@ class Keeping:
         self.resumed_step: int | None = None
         self._objects: dict[str, Any] = {}
         self._came_from = ""
+        self._looked = False
         self._saver: Saver | None = None
         prepared.ready = self._ready
         prepared.stop_wanted = lambda: member is not None and member.stop_requested
@@ -162,7 +163,8 @@ class Keeping:
         """Begins a checkpoint that is come back to at `mark`; one of the same step is enough."""
         step = self.machine.counters.global_step
         if self.last is None or self.last.step != step or self.last.state == "failed":
-            if self._saver is None:
+            if not self._looked:
+                self._looked = True
                 self.prepared.adopt_loose_schedulers()
             if self.machine.committed:
                 for loader in self.machine.loaders:

@@ -5,6 +5,7 @@ the same. Started by `echelon run`; writes what differs.
 """
 
 import dataclasses
+import gc
 import random
 import sys
 import traceback
@@ -49,9 +50,6 @@ LEFT_OUT = {
 }
 """What a resumed process cannot know: docs/checkpoints.md says so."""
 
-STOPS = 2
-"""Places at which each loop is stopped."""
-
 
 class Runs:
     """Makes runs in the world of this process; a saver's words on the coordinator's board are used once."""
@@ -89,6 +87,7 @@ def stopped_and_resumed(runs, name, strategy, body, stop_at, tag):
         run.keeping.close()
     else:
         return "was not stopped", None
+    gc.collect()  # a loader's iterator that a later fork inherits would be shut down there
     again = runs.make(strategy, f"{name}-{tag}")
     step = again.resume()
     if step is None or step < stop_at - 1:  # an evaluation, or a second optimizer, may hear of it first
@@ -111,9 +110,10 @@ def main():
         strategy, body = LOOPS[name]
         calm_run = runs.make(strategy, f"{name}-calm")
         calm = body(calm_run)
-        steps, draw = calm_run.global_step, random.Random(zlib.crc32(name.encode()))
+        steps, draw = calm_run.global_step, random.Random(zlib.crc32(name.encode()) + first.world_size)
         said[name] = []
-        for tag, stop_at in enumerate(sorted({1 + draw.randrange(max(1, steps)) for _ in range(STOPS)})):
+        stops = 2 if first.world_size < 3 else 1
+        for tag, stop_at in enumerate(sorted({1 + draw.randrange(max(1, steps)) for _ in range(stops)})):
             try:
                 problem, result = stopped_and_resumed(runs, name, strategy, body, stop_at, tag)
                 wrong = [] if problem else [k for k in same(calm, result) if k != OWN.get(name)]
