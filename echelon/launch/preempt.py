@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 
 from echelon.clock import Clock
 from echelon.errors import PREEMPTED
-from echelon.events import CheckpointSaved, Event, Resumed, StopAsked
+from echelon.events import CheckpointSaved, Configured, Event, Resumed, StopAsked
 from echelon.launch.asked import Stop
 from echelon.launch.blame import Exit
 
 TERMINATED = 143
+INIT_S = 10.0
+"""How long a script that has not called echelon.init may take to do so, once the run is asked to stop."""
+
 LEAVE_S = 10.0
 """How long processes may take to end once their checkpoint is complete."""
 
@@ -29,6 +32,8 @@ class Preempting:
         """The last complete checkpoint that was heard of, "" when there is none."""
         self._saved = False
         """It was completed after the request: all that is left to do is to leave."""
+        self._joined = False
+        """The script has called echelon.init: there may be something to save."""
 
     @property
     def begun(self) -> bool:
@@ -44,6 +49,8 @@ class Preempting:
     def hear(self, event: Event) -> None:
         if isinstance(event, StopAsked):
             self.begin(event.reason)
+        elif isinstance(event, Configured):
+            self._joined = True
         elif isinstance(event, CheckpointSaved | Resumed):
             self._path = event.path
             self._saved = self.begun and isinstance(event, CheckpointSaved)
@@ -64,6 +71,11 @@ class Preempting:
         if out or (self._saved and late_s > LEAVE_S):
             words = (f"checkpoint  {self._path}", f"go on with  {self._again}")
             return Stop(PREEMPTED, f"stopped in good order ({self._reason})", words)
+        if not self._joined and now - self._since > min(INIT_S, self._grace_s):
+            reason = (
+                f"ended before the script called echelon.init, so there is nothing to save ({self._reason})"
+            )
+            return Stop(TERMINATED, reason)
         if not self._saved and late_s > 0:
             last = f"The last complete one: {self._path}" if self._path else "There is none at all."
             advice = "Give it more time with --grace-s, or save more often: --set checkpoint_every=N."

@@ -73,7 +73,7 @@ class LiveCoordinator:
 
     def close(self) -> int:
         """Asks it to end; gives its exit code."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(signal.SIGINT)
         try:
             return self.process.wait(10)
         finally:

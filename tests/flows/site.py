@@ -57,6 +57,8 @@ class Site:
             str(workers),
             "--name",
             "it",
+            "--grace-s",
+            "1",
         ]
         return self.start(0, *words, *options, script, *args, env=env)
 

@@ -423,6 +423,25 @@ def test_a_signal_at_another_host_ends_all(site, number, code):
     site.wait_for_nothing()
 
 
+@pytest.mark.case("SIGTERM at another host")
+def test_sigterm_at_another_host_saves_everywhere_and_both_go_on(site):
+    kept = Path(__file__).with_name("kept.py")
+    out = site.folder / "out"
+    out.mkdir()
+    words = (str(out), "0.1")
+    first, other = site.run(*words, options=("--grace-s", "30"), script=str(kept)), site.join(1)
+    shown(first, "samples/s", 60)
+    other.process.send_signal(signal.SIGTERM)
+    assert "stopped in good order (SIGTERM to the supervisor on h1)" in ends(first, 75)
+    ends(other, 75)
+    site.wait_for_nothing()
+    first, other = site.run(*words, options=("--resume",), script=str(kept)), site.join(1)
+    assert "goes on from step" in ends(first, 0)
+    ends(other, 0)
+    assert (out / "digest-0").exists()
+    assert (out / "digest-1").exists()
+
+
 @pytest.mark.case("a host vanishes")
 @pytest.mark.case("USERS 3 on several hosts")
 def test_a_host_that_vanishes_is_named_within_15_s(cut_site):

@@ -122,7 +122,9 @@ def test_the_run_folder_tells_everything(echelon_run, tmp_path):
 
 
 def test_the_token_lies_in_a_file_of_its_owner_while_the_run_lasts(start_run, tmp_path):
-    running = start_run("import time; print('up', flush=True); time.sleep(60)", workers=1)
+    running = start_run(
+        "import time; print('up', flush=True); time.sleep(60)", workers=1, options=("--grace-s", "1")
+    )
     running.until(lambda: running.shows("up"))
     token = running.run_dir / "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
@@ -188,7 +190,9 @@ def test_stop_status_logs_and_runs(start_run, tmp_path):
                               capture_output=True, text=True, timeout=60)  # fmt: skip
 
     before = segments()
-    running = start_run("import time; print('up', flush=True); time.sleep(60)", options=("--name", "long"))
+    running = start_run(
+        "import time; print('up', flush=True); time.sleep(60)", options=("--name", "long", "--grace-s", "1")
+    )
     running.until(lambda: running.shows("up"))
     report = json.loads(echelon("status", "latest", "--json").stdout)
     assert (report["name"], report["state"]) == ("long", "running")
