@@ -134,6 +134,7 @@ class Keeping:
 
     def checkpoint(self) -> Any:
         """run.checkpoint(): now, or at the end of the iteration."""
+        self.prepared.saves += 1
         if self.trail.loop is None and self.machine.clean:
             return self._save(self.trail.path[-1].body[-1])
         step = self.machine.counters.global_step + (0 if self.machine.clean else 1)

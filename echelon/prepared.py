@@ -50,6 +50,8 @@ class Prepared:
         self.averages: dict[int, Average] = {}
         self.ready: Callable[[str, int], None] = lambda kind, index: None
         self.stop_wanted: Callable[[], bool] = lambda: False
+        self.saves = 0
+        """How often the script asked for a checkpoint."""
         self.strict_watch = models.Ran() if strategy.strict else None
         self._owned: set[int] = set()
         self._told_uneven = False
@@ -119,6 +121,7 @@ class Prepared:
         sync = build.grad_sync(self.strategy, params, group)
         sync.on_uneven = self._uneven
         sync.stop_wanted = lambda: self.stop_wanted()
+        sync.saves = lambda: self.saves
         self._owned |= {id(p) for _, p, _ in params}
         self.machine.syncs.append(sync)
         self._link()

@@ -51,12 +51,14 @@ class AllReduceSync:
         self.on_met: Callable[[float], None] | None = None
         """Told at the end of each meeting how long it waited."""
         self.on_uneven: Callable[[], None] | None = None
-        """Told when some ranks had a backward in a micro-step and some had none."""
+        """Told when some ranks had a backward in a micro-step and others none."""
         self.outcomes: list[Outcome] = []
         self.wait_s, self.activity, self.meetings = 0.0, 0, 0
         self.met_in_micro = self.open = self.banked = self.stop_seen = False
         self.stop_wanted: Callable[[], bool] = lambda: False
         """Was this rank asked to stop? Every rank hears of it in the next meeting (`stop_seen`)."""
+        self.saves: Callable[[], int] = lambda: 0
+        """How often the script asked for a checkpoint: the same on all ranks, or they are told."""
         self.later = tail.Later()
         self.order: list[int] | None = []
         """The order in which gradients came so far; None once the buckets follow it."""
@@ -223,7 +225,7 @@ class AllReduceSync:
         """Where we are, and which parameters have a gradient here that counts."""
         holding = {id(s) for s in held}
         used = [float(s.counted or s.param.grad is not None or id(s) in holding) for s in self.slots]
-        tail.write(self.tail, self.share.number, late, self.stop_wanted(), used)
+        tail.write(self.tail, tail.place(self.share.number, self.saves()), late, self.stop_wanted(), used)
 
     # -- the end of a backward -----------------------------------------------------------------------------------
 
@@ -335,7 +337,7 @@ class AllReduceSync:
         head = tail.head(self.tail)
         self.stop_seen = self.stop_seen or head.some_stop
         if not head.same_place:
-            raise tail.misplaced(self.group, self.share.number, Deadline.after(MEETING_LIMIT_S))
+            raise tail.misplaced(self.group, self.share.number, self.saves(), Deadline.after(MEETING_LIMIT_S))
         if head.some_late and self.on_uneven is not None:
             self.on_uneven()
 

@@ -81,11 +81,23 @@ def used(tail: Tensor) -> list[float]:
     return values
 
 
-def misplaced(group: Group, number: int, deadline: Deadline) -> LoopError:
-    """The error for ranks that met in different micro-steps; all of them ask, so all hear where the others are."""
-    mine = torch.tensor([number], device=group.buffer(0).device)
-    every = torch.zeros(group.size, 1, dtype=torch.int64, device=mine.device)
+def place(number: int, saves: int) -> int:
+    """Where a rank is, in one number: its micro-step, and how often its script asked for a checkpoint."""
+    return number + 7 * saves
+
+
+def misplaced(group: Group, number: int, saves: int, deadline: Deadline) -> LoopError:
+    """The error for ranks that met in different places; all of them ask, so all hear where the others are."""
+    mine = torch.tensor([number, saves], device=group.buffer(0).device)
+    every = torch.zeros(group.size, 2, dtype=torch.int64, device=mine.device)
     group.all_gather(every, mine).wait(deadline)
+    calls = every[:, 1].tolist()
+    if len(set(every[:, 0].tolist())) == 1 and len(set(calls)) > 1:
+        who = ", ".join(f"worker {rank} {n} time{'s' * (n != 1)}" for rank, n in enumerate(calls))
+        return LoopError(
+            f"run.checkpoint() was called by some workers only: {who}",
+            remedy="Every worker saves its share: call it on all of them, without `if run.is_main`.",
+        )
     where = ", ".join(f"worker {rank} in its {n}." for rank, n in enumerate(every[:, 0].tolist()))
     return LoopError(
         f"the workers' gradients are of different batches: {where}",

@@ -158,10 +158,18 @@ class Trail:
         """The script asked for the next item: the last one's body is over."""
         if mark in self.path:
             at = self.path.index(mark)
+            self._pass_rest(at, mark)
             del self.path[at:]
             if self.ahead is not None:
                 del self.ahead[at:]
         mark.body = []
+
+    def _pass_rest(self, at: int, mark: Mark) -> None:
+        """The body ends: if only moments were left in the saved one, and one of them is the place, this is it."""
+        level = self.ahead[at] if self.ahead is not None else None
+        rest = level[len(mark.body) :] if level is not None else []
+        if any(m.here for m in rest) and all(m.optional for m in rest):
+            self._arrived()
 
     def leave(self, mark: Mark) -> None:
         """The loop is over. Loops that were begun in its body and go on belong to whoever is around it."""

@@ -192,3 +192,22 @@ def test_resume_with_a_name_begins_a_run_that_is_not_there_yet(kept, calm):
     result = kept.start("--resume").wait(90)
     assert result.code == 0, result.err[-2000:]
     assert kept.digests() == calm
+
+
+@pytest.mark.case("checkpoint on one worker only")
+def test_a_checkpoint_that_one_worker_alone_asks_for_is_told_to_all(echelon_run):
+    result = echelon_run("""
+        import torch, echelon
+        run = echelon.init()
+        model = torch.nn.Linear(1, 1)
+        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(40, 1), batch_size=4)
+        for x in loader:
+            model(x).mean().backward()
+            opt.step()
+            opt.zero_grad()
+            if run.is_main and run.global_step == 3:
+                run.checkpoint()
+    """)
+    assert result.code == 1
+    assert "run.checkpoint() was called by some workers only: worker 0 1 time, worker 1 0 times" in result.err
+    assert "without `if run.is_main`" in result.err
