@@ -26,7 +26,7 @@ demo: setup ## one script on 1, 2 and 4 workers, and the same result
 	@$(PY) examples/demo.py
 
 test: setup ## the stated sample of the tests: all but those marked slow, under 15 minutes
-	@$(PY) -m pytest -m "not slow"
+	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: setup ## every test
 	@$(PY) -m pytest

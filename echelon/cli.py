@@ -166,7 +166,7 @@ def run(
     \b
     Exit codes: 0, the first failing worker's own, 128+n for signal n,
       2 usage, 69 the workers or hosts did not find each other, 75 stopped with a
-      complete checkpoint, 130 Ctrl-C.
+      complete checkpoint, 124 a worker held up the run, 130 Ctrl-C.
     """
     from echelon.launch import local, start
 

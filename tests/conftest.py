@@ -137,7 +137,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem."))}
+    """Shared memory whose maker is gone (or not known): what others use meanwhile is theirs."""
+    names = {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem."))}
+    return {n for n in names if not (n.startswith("torch_") and Path("/proc", n.split("_")[1]).exists())}
 
 
 def processes_of(marker: str) -> list[int]:

@@ -19,9 +19,11 @@ class Launched:
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """launch(script, *args, workers=2, options=()) -> Launched. One worker is started by plain python."""
+    """launch(script, *args, workers=2, options=(), timeout_s=170) -> Launched. One worker is started by plain python."""
 
-    def run(script: Path, *args: str, workers: int = 2, options: tuple[str, ...] = ()) -> Launched:
+    def run(
+        script: Path, *args: str, workers: int = 2, options: tuple[str, ...] = (), timeout_s: float = 170.0
+    ) -> Launched:
         folder = tmp_path_factory.mktemp("launch")
         command = [sys.executable, str(script), *args]
         if workers > 1:
@@ -39,7 +41,12 @@ def launch(tmp_path_factory):
         env = {k: v for k, v in os.environ.items() if not k.startswith("ECHELON_")} | {
             "ECHELON_RUNS": str(folder)
         }
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=170)
+        try:
+            done = subprocess.run(
+                command, env=env, cwd=folder, capture_output=True, text=True, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired as over:  # told once to each test that shares this launch
+            return Launched(124, f"{over}\n{over.stderr!r}")
         return Launched(done.returncode, done.stdout + done.stderr)
 
     return run

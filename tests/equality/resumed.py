@@ -114,7 +114,7 @@ def main():
         calm = body(calm_run)
         steps, draw = calm_run.global_step, random.Random(zlib.crc32(name.encode()) + first.world_size)
         said[name] = []
-        stops = 2 if first.world_size < 3 else 1
+        stops = 2 if first.world_size == 2 else 1
         for tag, stop_at in enumerate(sorted({1 + draw.randrange(max(1, steps - 1)) for _ in range(stops)})):
             try:
                 problem, result = stopped_and_resumed(runs, name, strategy, body, stop_at, tag)

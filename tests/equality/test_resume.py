@@ -9,19 +9,64 @@ import pytest
 import torch
 
 from tests.equality import resumed, worlds, zoo
-from tests.equality.test_equality import BOUND, difference, launched, plain  # noqa: F401  a fixture
+from tests.equality.test_equality import BOUND, difference, plain
 
 HERE = Path(__file__).parent
 NAMES = [name for name in resumed.LOOPS if name not in resumed.LEFT_OUT]
 
 
-@pytest.mark.case("--resume gives the same bits")
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_stopped_and_resumed_gives_the_same_bits(launched, workers, name):  # noqa: F811
-    for rank, said in enumerate(launched("resumed", workers)):
+SOME = [name for name in NAMES if name.startswith("storm")] + [
+    "persistent_workers", "batch_sampler", "iterable", "several_loaders", "lbfgs", "run_evaluate", "gan",
+    "batchnorm_1d_and_scheduler_per_epoch", "sparse_embedding", "run_gather_in_batch_negatives",
+    "a_scheduler_made_after_prepare", "add_param_group_with_a_new_module", "a_peek_draws_from_an_explicit_generator",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory, launch):
+    """stopped(workers, names) -> what each rank found; a launch is made once."""
+
+    @functools.cache
+    def run(workers: int, names: tuple[str, ...]):
+        out = tmp_path_factory.mktemp(f"resumed-{workers}")
+        result = launch(HERE / "resumed.py", str(out), ",".join(names), workers=workers, timeout_s=500)
+        return result, [torch.load(file) for file in sorted(out.glob("rank-*.pt"))]
+
+    def found(workers: int, names: list[str]):
+        result, ranks = run(workers, tuple(names))
+        assert result.code == 0, result.err[-3000:]
+        assert len(ranks) == workers
+        return ranks
+
+    return found
+
+
+def assert_same_bits(ranks, name):
+    for rank, said in enumerate(ranks):
         for stop_at, steps, problem in said[name]:
             assert not problem, f"rank {rank}, stopped at step {stop_at} of {steps}: {problem}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.case("--resume gives the same bits")
+@pytest.mark.parametrize("name", NAMES)
+def test_stopped_and_resumed_gives_the_same_bits(stopped, name):
+    assert_same_bits(stopped(1, NAMES), name)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.case("--resume gives the same bits")
+@pytest.mark.parametrize("name", SOME)
+def test_stopped_and_resumed_by_three_gives_the_same_bits(stopped, name):
+    assert_same_bits(stopped(3, SOME), name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_stopped_and_resumed_by_several_gives_the_same_bits(stopped, workers, name):
+    assert_same_bits(stopped(workers, NAMES), name)
 
 
 @pytest.fixture(scope="session")

@@ -72,10 +72,13 @@ class LiveCoordinator:
         return Member.join(self.place(rank, role), self.token, Deadline.after(20))
 
     def close(self) -> int:
-        """Asks it to end; gives its exit code."""
-        self.process.send_signal(signal.SIGINT)
+        """Asks it to end, which takes two requests; gives its exit code."""
         try:
-            return self.process.wait(10)
+            for _ in range(40):
+                self.process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return self.process.wait(0.25)
+            raise AssertionError("the coordinator does not end")
         finally:
             self.process.kill()
             self.process.wait(10)
