@@ -154,6 +154,9 @@ class Keeping:
     def _committed(self, loop: Any) -> None:
         """The last step is final, and `loop` is about to go on (or is over)."""
         step = self.machine.counters.global_step
+        if step and not self._looked:
+            self._looked = True
+            self.prepared.adopt_loose_schedulers()  # once, after the first step, where nobody waits for a checkpoint
         every = self.strategy.checkpoint_every
         if self.stopping and not loop.abandoned:
             self.leave(loop.mark)
@@ -164,9 +167,6 @@ class Keeping:
         """Begins a checkpoint that is come back to at `mark`; one of the same step is enough."""
         step = self.machine.counters.global_step
         if self.last is None or self.last.step != step or self.last.state == "failed":
-            if not self._looked:
-                self._looked = True
-                self.prepared.adopt_loose_schedulers()
             if self.machine.committed:
                 for loader in self.machine.loaders:
                     loader.mark()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from echelon import activity
 from echelon.checkpoint import objects as trees
 from echelon.checkpoint import prune
 from echelon.checkpoint.agree import Agreement, Verdict
@@ -49,7 +50,10 @@ class Checkpoint:
 
     def wait(self, deadline: Deadline | None = None) -> Checkpoint:
         """Blocks until it is complete; CheckpointError when it failed, or is not over at the deadline."""
-        if not self._over.wait(min((deadline or Deadline.after(FOREVER_S)).left_s, threading.TIMEOUT_MAX)):
+        limit_s = min((deadline or Deadline.after(FOREVER_S)).left_s, threading.TIMEOUT_MAX)
+        with activity.inside("checkpoint"):
+            over = self._over.wait(limit_s)
+        if not over:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} is still {self.state} at the deadline: {self.path}"
             )

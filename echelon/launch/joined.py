@@ -95,6 +95,7 @@ class JoinedSupervisor(Supervisor):
         return self.asked_since or 0.0
 
     def _end_tree(self) -> None:
+        self.seeing.close()
         self.tree_ending_since = time.monotonic()
         self.tether.end(GRACE_S)
 
