@@ -8,6 +8,7 @@ loader that died of it would take the last step with it.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from types import FrameType
 from echelon.control import forks
 
 CODE = 128 + signal.SIGTERM
+AGAIN_S = 0.4
+"""A second SIGTERM within this time is the guard's, which ends the tree: then the run is not asked for anything."""
 
 
 class Terminated:
@@ -30,6 +33,7 @@ class Terminated:
         self._thread = threading.Thread(target=self._listen, name="echelon-sigterm", daemon=True)
         self._thread.start()
         forks.register(self)
+        ready_for_sigterm()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The pipe has it already, unless somebody (an event loop of the script) took the wake-up over."""
@@ -38,22 +42,28 @@ class Terminated:
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def _listen(self) -> None:
-        times = 0
+        times, asked = 0, False
         while True:
-            for number in os.read(self._reader, 64):
-                if number != signal.SIGTERM:
-                    continue
-                times += 1
-                if times == 1:
-                    threading.Thread(target=self._ask, name="echelon-ask-stop", daemon=True).start()
-                elif signal.getsignal(signal.SIGTERM) == self._handle:
-                    os._exit(CODE)
+            waits = times == 1 and not asked
+            ready, _, _ = select.select([self._reader], [], [], AGAIN_S if waits else None)
+            if not ready:
+                asked = True
+                threading.Thread(target=self._ask, name="echelon-ask-stop", daemon=True).start()
+                continue
+            times += os.read(self._reader, 64).count(signal.SIGTERM)
+            if times > 1 and signal.getsignal(signal.SIGTERM) == self._handle:
+                os._exit(CODE)
 
     def after_fork(self) -> None:
         """A child of the script is not the run's process: SIGTERM ends it as it always did."""
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def ready_for_sigterm() -> None:
+    """The guard starts processes with SIGTERM held back: one that came before there was a handler comes now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def spare_this_process() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from echelon.control.handshake import Identity
 from echelon.control.roster import JOINED
 from echelon.control.server import Server
+from echelon.control.terminated import ready_for_sigterm
 from echelon.elastic import gathering, membership
 from echelon.elastic.gathering import Gathering
 from echelon.elastic.history import History, read_event
@@ -307,6 +308,7 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str, lifeline_f
 
     loop.add_signal_handler(signal.SIGTERM, terminate)
     loop.add_signal_handler(signal.SIGINT, over.set)
+    ready_for_sigterm()
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, over.set)
     server = Server(

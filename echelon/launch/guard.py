@@ -154,6 +154,7 @@ class Guard:
         self.asked = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self.ask(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the supervisor held it back until now
 
     def run(self) -> None:
         become_subreaper()
@@ -271,6 +272,7 @@ def _become(message: dict[str, object], fds: list[int], parent: int) -> None:
         signal.SIGHUP,
     ):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the role has its handler
     null = os.open(os.devnull, os.O_RDONLY)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (null, *fds)]
     for target, fd in enumerate(high):

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -37,12 +38,14 @@ class Tether:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
         program = str(Path(__file__).with_name("guard.py"))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the guard's, until it has its handlers
         with theirs, log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", program, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),), start_new_session=True, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=file, env=env.without_token(),
             )  # fmt: skip
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         ours.setblocking(False)
         self._socket = ours
         self.gone = False
