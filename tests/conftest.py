@@ -137,9 +137,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def segments() -> set[str]:
+    """The shared-memory files there are, whoever made them: what a run starts with is not its own."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem."))}
+
+
+def _orphans() -> set[str]:
     """Shared memory whose maker is gone (or not known): what others use meanwhile is theirs."""
-    names = {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem."))}
-    return {n for n in names if not (n.startswith("torch_") and Path("/proc", n.split("_")[1]).exists())}
+    return {n for n in segments() if not (n.startswith("torch_") and Path("/proc", n.split("_")[1]).exists())}
 
 
 def processes_of(marker: str) -> list[int]:
@@ -171,13 +175,13 @@ def leftovers(folder: Path, segments_before: set[str]) -> list[str]:
             left.append(f"port {address}")
         if (file.parent / "token").exists():
             left.append(f"token file of {file.parent.name}")
-    return left + [f"/dev/shm/{name}" for name in _lasting(segments() - segments_before)]
+    return left + [f"/dev/shm/{name}" for name in _lasting(_orphans() - segments_before)]
 
 
 def _lasting(names: set[str]) -> set[str]:
     """Those that stay: a run of another test, killed in this very moment, is cleaned up by its own guard."""
     deadline = time.monotonic() + 8.0
-    while (names := names & segments()) and time.monotonic() < deadline:
+    while (names := names & _orphans()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return names
 

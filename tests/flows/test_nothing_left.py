@@ -131,6 +131,7 @@ def test_many_runs_ended_at_any_moment_leave_nothing(start_run, tmp_path, seed):
 
 
 def test_the_port_is_free_again(start_run, tmp_path):
+    before = segments()
     running = start_run(
         "import os, time; print(os.environ['ECHELON_COORDINATOR'], flush=True); time.sleep(300)", workers=1
     )
@@ -138,7 +139,7 @@ def test_the_port_is_free_again(start_run, tmp_path):
     port = int(running._out.read_text().strip().rpartition(":")[2])
     assert port in listening_ports()
     end(running, "supervisor killed")
-    wait_for_nothing(tmp_path, segments(), LIMIT_S)
+    wait_for_nothing(tmp_path, before, LIMIT_S)
     assert port not in listening_ports()
 
 

@@ -146,7 +146,8 @@ def test_a_death_ends_the_waits_of_the_others_and_names_the_rank(tmp_path):
     with coordinator(tmp_path) as live:
         members = [live.member(rank) for rank in range(2)]
         supervisor = live.client(role="supervisor")
-        threading.Timer(0.2, lambda: supervisor.call("died", soon(), rank=1, code=137)).start()
+        dying = threading.Timer(0.2, lambda: supervisor.call("died", soon(), rank=1, code=137))
+        dying.start()
         began = time.monotonic()
         with pytest.raises(PeerLost, match=r"rank 1 .*signal 9") as caught:
             members[0].call("store.get", soon(30), key="from-1", timeout_s=30.0, term=1)
@@ -155,6 +156,7 @@ def test_a_death_ends_the_waits_of_the_others_and_names_the_rank(tmp_path):
         assert members[0].roster()[1]["state"] == "dead"
         with pytest.raises(PeerLost):  # later waits of that term do not start either
             members[0].call("store.wait", soon(30), keys=["x"], timeout_s=30.0, term=1)
+        dying.join()  # its answer may come after the others'
         supervisor.close()
         for member in members:
             member.close()

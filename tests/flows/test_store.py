@@ -141,13 +141,15 @@ def test_forming_a_group_with_a_dead_rank_fails_at_once_and_names_it(tmp_path):
     with coordinator(tmp_path) as live:
         member, supervisor = live.member(0), live.client(role="supervisor")
         store = CoordinatorStore(member, timeout_s=60)
-        threading.Timer(0.3, lambda: supervisor.call("died", Deadline.after(5), rank=1, code=137)).start()
+        dying = threading.Timer(0.3, lambda: supervisor.call("died", Deadline.after(5), rank=1, code=137))
+        dying.start()
         began = time.monotonic()
         with pytest.raises(Exception, match="rank 1"):
             dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=60))
         assert time.monotonic() - began < 10
         assert isinstance(store.failure, PeerLost)
         assert store.failure.peers == (1,)
+        dying.join()
         store.close()
         supervisor.close()
         member.close()
