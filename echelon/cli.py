@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -31,6 +31,14 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)
+
+
+def _leave(code: int) -> NoReturn:
+    """How the run ended is decided: a SIGTERM in the last moment does not change it."""
+    from echelon.control.terminated import deaf_to_sigterm
+
+    deaf_to_sigterm()
+    sys.exit(code)
 
 
 def _refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -176,7 +184,7 @@ def run(
     chosen, set_by_user = start.choose_strategy(strategy_text, settings, config)
     reach = start.Reach(num_hosts, listen, join_timeout_s)
     kept = start.Kept(resume, grace_s)
-    sys.exit(start.run(job, chosen, set_by_user, name=name, run_dir=run_dir, reach=reach, kept=kept))
+    _leave(start.run(job, chosen, set_by_user, name=name, run_dir=run_dir, reach=reach, kept=kept))
 
 
 @main.command()
@@ -208,7 +216,7 @@ def join(
     """
     from echelon.launch import joining
 
-    sys.exit(joining.join(address, token_file, workers, interface, join_timeout_s))
+    _leave(joining.join(address, token_file, workers, interface, join_timeout_s))
 
 
 @main.command()

@@ -23,7 +23,7 @@ from typing import NoReturn
 from echelon import activity, env
 from echelon.clock import Deadline
 from echelon.control import member, stacks
-from echelon.control.terminated import Terminated
+from echelon.control.terminated import Terminated, deaf_to_sigterm
 from echelon.errors import PREEMPTED, EchelonError, Preempted, UsageError
 from echelon.events import Left
 
@@ -120,6 +120,12 @@ class Ending:
             self.mine.emit(self.mine.report())
 
     def close(self) -> None:
+        try:
+            self._close()
+        finally:
+            deaf_to_sigterm()
+
+    def _close(self) -> None:
         try:
             mine = self.mine
         except Exception:

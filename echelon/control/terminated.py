@@ -66,6 +66,12 @@ def ready_for_sigterm() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
+def deaf_to_sigterm() -> None:
+    """The last act of a process whose end is decided: the interpreter takes handlers away before it is gone, and a
+    SIGTERM in that moment would change how the process ended. Whoever hangs after this is killed by the guard."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def spare_this_process() -> None:
     """In a loader's process: only its own parent ends it with SIGTERM; others' are for the run."""
     if threading.current_thread() is not threading.main_thread():

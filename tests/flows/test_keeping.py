@@ -131,18 +131,39 @@ def test_kill_9_at_random_moments_and_resume_gives_the_same_bits_and_every_sampl
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw, options = random.Random(seed), ("--set", "checkpoint_every=1")
-    running = kept.start(*options, pause=0.1)
-    for _ in range(kills):
-        running.until(lambda running=running: running.shows("checkpoint at step"), 60)
-        time.sleep(draw.uniform(0.0, 0.5))
-        os.kill(running.process.pid, signal.SIGKILL)
-        running.process.wait()
-        running.until(lambda: not processes_of(str(kept.folder)), 15)
-        running = kept.start("--resume", *options, pause=0.1)
-    result = running.wait(90)
-    assert result.code == 0, result.err[-3000:]
-    assert "goes on from step" in result.err
-    assert kept.digests() == calm
+    while kills:  # a run has 18 steps, and each life at least one of them: many kills need several runs
+        kept.forget()
+        running = kept.start(*options, pause=0.1)
+        while kills:
+            running.until(lambda r=running: r.shows("checkpoint at step") or r.process.poll() is not None, 60)
+            time.sleep(draw.uniform(0.0, 0.5))
+            if running.process.poll() is not None:
+                break
+            os.kill(running.process.pid, signal.SIGKILL)
+            running.process.wait()
+            kills -= 1
+            running.until(lambda: not processes_of(str(kept.folder)), 15)
+            running = kept.start("--resume", *options, pause=0.1)
+        result = running.wait(90)
+        assert result.code == 0, result.err[-3000:]
+        assert "goes on from step" in result.err
+        assert kept.digests() == calm
+
+
+@pytest.mark.case("SIGTERM in the last moment")
+def test_sigterm_while_a_worker_ends_does_not_change_how_it_ended(kept, calm):
+    """The script is over, the interpreter is not: handlers are gone before the process is."""
+    for after_s in (0.02, 0.15, 0.3):
+        running = kept.start()
+        running.until(lambda: (kept.folder / "out" / "digest-0").exists(), 60)
+        pid = running.pid("worker", 0)
+        time.sleep(after_s)
+        if pid is not None and (pid := running.pid("worker", 0)) is not None:
+            os.kill(pid, signal.SIGTERM)
+        result = running.wait(60)
+        assert result.code == 0, result.err[-3000:]
+        assert kept.digests() == calm
+        kept.forget()
 
 
 @pytest.mark.case("a second signal ends at once")
