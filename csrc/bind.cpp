@@ -1,0 +1,167 @@
+// The one file that knows Python: pointers and sizes in, results out. Waiting happens without Python's lock.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <sched.h>
+
+#include "kernels.h"
+#include "shm_ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace echelon;
+
+namespace {
+
+struct Work {
+    std::shared_ptr<Engine> engine;
+    std::shared_ptr<Op> op;
+
+    bool wait(double seconds) {
+        if (engine->done(*op)) return engine->met(*op);
+        nb::gil_scoped_release release;
+        int64_t limit = seconds > 1e9 ? INT64_MAX : now_ns() + int64_t(std::max(seconds, 0.0) * 1e9);
+        return engine->wait(*op, limit);
+    }
+    bool poll() { return engine->poll(*op); }
+    bool met() const { return engine->met(*op); }
+    std::string what() const { return op->what(); }
+    int peer() const {
+        auto message = dynamic_cast<Message*>(op.get());
+        return message == nullptr ? -1 : message->peer;
+    }
+};
+
+class ShmGroup {
+  public:
+    ShmGroup(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term) {
+        auto shm = std::make_unique<Shm>(rank, control_fd, arena_fds, term);
+        shm_ = shm.get();
+        engine_ = std::make_shared<Engine>(std::move(shm));
+        cpu_set_t cores;
+        bool crowded = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < shm_->size;
+        engine_->spin_ns = crowded ? 2000 : 50000;
+        engine_->yield_ns = crowded ? 60000 : 20000;
+    }
+
+    Work collective(int kind, int dtype, int op, int root, uint64_t count, uintptr_t x, uintptr_t out, int lane) {
+        Request request;
+        request.kind = Kind(kind);
+        request.dtype = DType(dtype);
+        request.op = RedOp(op);
+        request.root = root;
+        request.count = count;
+        request.x = reinterpret_cast<void*>(x);
+        request.out = reinterpret_cast<void*>(out);
+        request.lane = lane;
+        return submit(std::move(request));
+    }
+
+    Work all_to_all(int dtype, uintptr_t x, uintptr_t out, std::vector<uint64_t> counts, std::vector<uint64_t> out_counts, int lane) {
+        Request request;
+        request.kind = Kind::all_to_all;
+        request.dtype = DType(dtype);
+        request.x = reinterpret_cast<void*>(x);
+        request.out = reinterpret_cast<void*>(out);
+        request.counts = std::move(counts);
+        request.out_counts = std::move(out_counts);
+        request.lane = lane;
+        return submit(std::move(request));
+    }
+
+    Work message(bool sends, uintptr_t x, uint64_t bytes, int peer, int tag) {
+        auto op = std::make_shared<Message>(sends, reinterpret_cast<void*>(x), bytes, peer, tag);
+        engine_->submit(op);
+        return {engine_, op};
+    }
+
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) {
+        char* at = shm_->allocate(bytes);
+        struct Owner { std::shared_ptr<Engine> engine; Shm* shm; char* at; };
+        nb::capsule owner(new Owner{engine_, shm_, at}, [](void* p) noexcept {
+            auto* owner = static_cast<Owner*>(p);
+            owner->shm->release(owner->at);
+            delete owner;
+        });
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
+    }
+
+    void abort(std::vector<int> peers, std::string reason) {
+        nb::gil_scoped_release release;
+        engine_->fail({std::move(peers), std::move(reason)});
+    }
+    bool failed() const { return engine_->failed(); }
+    std::pair<std::vector<int>, std::string> failure() const {
+        Failure failure = engine_->failure();
+        return {failure.peers, failure.reason};
+    }
+    void close() {
+        nb::gil_scoped_release release;
+        engine_->close();
+    }
+
+  private:
+    Work submit(Request request) {
+        auto op = std::make_shared<Collective>(*engine_, *shm_, std::move(request));
+        engine_->submit(op);
+        return {engine_, op};
+    }
+
+    std::shared_ptr<Engine> engine_;
+    Shm* shm_;  // owned by the engine
+};
+
+void fold(uintptr_t dst, const std::vector<uintptr_t>& srcs, uint64_t count, int dtype, int op) {
+    if (!combines(DType(dtype), RedOp(op)) || srcs.empty()) throw nb::value_error("these elements cannot be combined that way");
+    nb::gil_scoped_release release;
+    kernels().fold(reinterpret_cast<void*>(dst), reinterpret_cast<const void* const*>(srcs.data()), int(srcs.size()), count,
+                   DType(dtype), RedOp(op));
+}
+
+Layout layout(uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes) { return {size, chunk_bytes, ring_bytes}; }
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    nb::exception<Error>(m, "CoreError", PyExc_OSError);
+    std::vector<std::string> dtypes, ops, kinds;
+    for (int i = 0; i < int(DType::count); i++) dtypes.push_back(name_of(DType(i)));
+    for (int i = 0; i < int(RedOp::count); i++) ops.push_back(name_of(RedOp(i)));
+    for (int i = 0; i < int(Kind::count); i++) kinds.push_back(name_of(Kind(i)));
+    m.attr("DTYPES") = dtypes;
+    m.attr("OPS") = ops;
+    m.attr("KINDS") = kinds;
+
+    m.def("isa", [] { return std::string(kernels().name); });
+    m.def("isas", &available);
+    m.def("choose", &choose, "name"_a);
+    m.def("combines", [](int dtype, int op) { return combines(DType(dtype), RedOp(op)); });
+    m.def("fold", &fold, "dst"_a, "srcs"_a, "count"_a, "dtype"_a, "op"_a);
+    m.def("format", [](int fd, uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes, uint64_t term) {
+        Shm::format(fd, layout(size, chunk_bytes, ring_bytes), term);
+    });
+    m.def("reserve", [](int fd, uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes) {
+        Shm::reserve(fd, layout(size, chunk_bytes, ring_bytes));
+    });
+
+    nb::class_<Work>(m, "Work")
+        .def("wait", &Work::wait, "seconds"_a)
+        .def("poll", &Work::poll)
+        .def_prop_ro("met", &Work::met)
+        .def_prop_ro("what", &Work::what)
+        .def_prop_ro("peer", &Work::peer);
+
+    nb::class_<ShmGroup>(m, "ShmGroup")
+        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a)
+        .def("collective", &ShmGroup::collective)
+        .def("all_to_all", &ShmGroup::all_to_all)
+        .def("message", &ShmGroup::message)
+        .def("buffer", &ShmGroup::buffer)
+        .def("abort", &ShmGroup::abort)
+        .def_prop_ro("failed", &ShmGroup::failed)
+        .def("failure", &ShmGroup::failure)
+        .def("close", &ShmGroup::close);
+}

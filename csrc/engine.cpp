@@ -1,0 +1,246 @@
+#include "engine.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace echelon {
+
+namespace {
+constexpr int64_t MS = 1000000;
+constexpr int64_t REST_NS = 10 * MS;   // the longest sleep without a look at the peers
+constexpr int64_t LOOK_NS = 20 * MS;   // how often the peers' lives are looked at while waiting
+constexpr uint32_t MET = 1, LOST = 2;
+}  // namespace
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns, bool shared) {
+    timespec limit{time_t(ns / 1000000000), long(ns % 1000000000)};
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, seen, &limit, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word, bool shared) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+Engine::Engine(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) { transport_->engine = this; }
+
+Engine::~Engine() { close(); }
+
+void Engine::submit(std::shared_ptr<Op> op) {
+    Op* raw = op.get();
+    if (failed()) return finish(*raw, LOST);
+    {
+        std::lock_guard hold(inbox_lock_);
+        inbox_.push_back(std::move(op));
+        incoming_.store(true, std::memory_order_release);
+    }
+    if (raw->small && driving_.try_lock()) {
+        std::lock_guard hold(driving_, std::adopt_lock);
+        take_in();
+        if (num_under_way() == 1) {  // begun here, and finished by whoever waits for it
+            pump();
+            return;
+        }
+    }
+    transport_->wake();  // whoever drives now has one more
+    call_thread();
+}
+
+bool Engine::wait(Op& op, int64_t deadline_ns) {
+    bool more = false;
+    while (!done(op)) {
+        if (failed()) {
+            std::lock_guard hold(driving_);  // soon free: whoever drives sees the failure too
+            lose_all();
+        } else if (driving_.try_lock()) {
+            std::lock_guard hold(driving_, std::adopt_lock);
+            drive(&op, deadline_ns);
+            more = !idle();
+        } else {
+            int64_t left = deadline_ns - now_ns();
+            if (left > 0) futex_wait(op.state, 0, std::min(left, REST_NS), false);
+        }
+        if (!done(op) && now_ns() >= deadline_ns) give_up_on(op);
+    }
+    if (more || incoming_.load(std::memory_order_acquire)) call_thread();  // what the others wait for must go on
+    return met(op);
+}
+
+void Engine::give_up_on(const Op& op) {
+    std::string names;
+    std::vector<int> peers = op.behind();
+    for (int peer : peers) names += (names.empty() ? "" : ", ") + std::to_string(peer);
+    fail({peers, op.what() + ": not over in time" + (names.empty() ? "" : ", waiting for rank " + names)});
+}
+
+bool Engine::poll(Op& op) {
+    if (!done(op) && driving_.try_lock()) {
+        std::lock_guard hold(driving_, std::adopt_lock);
+        failed() ? lose_all() : void(pump());
+    }
+    return done(op);
+}
+
+void Engine::take_in() {
+    if (!incoming_.load(std::memory_order_acquire)) return;
+    std::lock_guard hold(inbox_lock_);
+    for (auto& op : inbox_) {
+        if (op->lane == NO_LANE) transport_->accept(std::move(op));
+        else lanes_[op->lane].push_back(std::move(op));
+    }
+    inbox_.clear();
+    incoming_.store(false, std::memory_order_relaxed);
+}
+
+void Engine::finish(Op& op, uint32_t state) {
+    op.state.store(state, std::memory_order_release);
+    futex_wake(op.state, false);
+}
+
+bool Engine::pump() {
+    take_in();
+    bool moved = false;
+    for (int lane = NUM_LANES - 1; lane >= 0; lane--) {
+        auto& queue = lanes_[lane];
+        while (!queue.empty() && !failed()) {
+            bool stepped = queue.front()->step();
+            moved |= stepped;
+            if (!queue.front()->over) {
+                if (stepped) return true;  // back to the most urgent
+                break;
+            }
+            std::shared_ptr<Op> op = std::move(queue.front());
+            queue.pop_front();
+            finish(*op, MET);
+            take_in();
+        }
+    }
+    if (transport_->num_served() > 0) {
+        std::vector<std::shared_ptr<Op>> finished;
+        moved |= transport_->serve(finished);
+        for (auto& op : finished) finish(*op, MET);
+    }
+    return moved;
+}
+
+size_t Engine::num_under_way() const {
+    size_t num = transport_->num_served();
+    for (auto& lane : lanes_) num += lane.size();
+    return num;
+}
+
+std::vector<int> Engine::behind() const {
+    std::vector<int> all = transport_->served_behind();
+    for (auto& lane : lanes_)
+        if (!lane.empty())
+            for (int rank : lane.front()->behind()) all.push_back(rank);
+    return all;
+}
+
+void Engine::drive(Op* op, int64_t deadline_ns) {
+    int64_t idle_since = 0, looked = 0;
+    uint32_t turns = 0;
+    while (op == nullptr ? !idle() : !done(*op)) {
+        if (failed()) return lose_all();
+        if (pump()) {
+            idle_since = 0;
+            continue;
+        }
+        cpu_pause();
+        if (++turns % 16 != 0) continue;
+        int64_t now = now_ns();
+        if (idle_since == 0) idle_since = looked = now;
+        if (now >= deadline_ns || (op == nullptr && closing_)) return;
+        if (now - idle_since < spin_ns) continue;
+        if (now - idle_since < spin_ns + yield_ns) {
+            sched_yield();
+            turns = 15;
+            continue;
+        }
+        transport_->arm();
+        if (!pump() && !failed()) transport_->rest(std::min(REST_NS, deadline_ns - now));
+        transport_->disarm();
+        turns = 15;
+        if (now - looked >= LOOK_NS) {
+            Failure found;
+            looked = now;
+            if (transport_->trouble(behind(), found)) fail(std::move(found));
+        }
+    }
+}
+
+void Engine::fail(Failure failure) {
+    {
+        std::lock_guard hold(failure_lock_);
+        if (failed_.load()) return;
+        failure_ = std::move(failure);
+        transport_->tell(failure_);
+        failed_.store(true, std::memory_order_release);
+    }
+    transport_->wake();  // whoever drives, or waits, loses what is under way
+}
+
+Failure Engine::failure() const {
+    std::lock_guard hold(failure_lock_);
+    return failure_;
+}
+
+void Engine::lose_all() {
+    take_in();
+    for (auto& lane : lanes_) {
+        for (auto& op : lane) finish(*op, LOST);
+        lane.clear();
+    }
+    for (auto& op : transport_->drop()) finish(*op, LOST);
+}
+
+void Engine::call_thread() {
+    std::lock_guard hold(call_lock_);
+    if (closing_) return;
+    call_ = true;
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    called_.notify_one();
+}
+
+void Engine::run() {
+    while (true) {
+        {
+            std::unique_lock hold(call_lock_);
+            called_.wait(hold, [this] { return call_ || closing_; });
+            if (closing_) return;
+            call_ = false;
+        }
+        if (!driving_.try_lock()) continue;  // whoever drives calls again if something is left
+        {
+            std::lock_guard hold(driving_, std::adopt_lock);
+            drive(nullptr, INT64_MAX);
+        }
+        if (incoming_.load(std::memory_order_acquire)) call_thread();
+    }
+}
+
+void Engine::close() {
+    {
+        std::lock_guard hold(call_lock_);
+        if (closing_) return;
+        closing_ = true;
+    }
+    bool busy = !driving_.try_lock();
+    if (!busy) {
+        busy = !idle();
+        driving_.unlock();
+    }
+    if (busy) fail({{}, "closed while operations were under way"});
+    called_.notify_all();
+    transport_->wake();
+    if (thread_.joinable()) thread_.join();
+    if (!failed()) {
+        transport_->leave();
+        std::lock_guard hold(failure_lock_);
+        failure_ = {{}, "this group is closed"};
+        failed_.store(true, std::memory_order_release);
+    }
+}
+
+}  // namespace echelon

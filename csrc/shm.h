@@ -1,0 +1,172 @@
+// Shared memory among the ranks of one host: one control segment, and an arena a rank.
+//
+// Both are memfds that somebody else made and handed over; nothing here has a name. The control segment holds a slot a rank:
+// its ticks (one counter a lane: how far it is in the common sequence of phases), what it is calling, whether it sleeps, and
+// how it ended. An arena holds the rank's chunks, its message rings, and the buffers it was asked for; peers map a
+// buffer when they first see it in a call. A rank is alive while it holds the lock on its byte of the control segment:
+// the kernel lets go when the process dies, whoever else inherited the descriptor.
+#pragma once
+
+#include <map>
+#include <mutex>
+
+#include "engine.h"
+
+namespace echelon {
+
+constexpr size_t NUM_IN = 3, NUM_RES = 3;
+
+// What a rank is calling, told with its first tick: the others compare it with what they call themselves.
+struct Call {
+    uint8_t kind, dtype, op, in_segment;
+    int32_t root;
+    uint64_t count;       // elements
+    uint64_t most;        // all_to_all: the most bytes to any one rank
+    uint64_t region, region_bytes, offset;  // where x lies in the arena, if in_segment
+    uint64_t spare[2];
+};
+static_assert(sizeof(Call) == 64);
+
+struct alignas(128) LaneSlot {
+    std::atomic<uint32_t> tick;
+    alignas(64) Call calls[2];
+};
+
+enum class State : uint32_t { joining, here, left, gave_up };
+
+struct alignas(128) Slot {
+    std::atomic<uint32_t> doorbell;  // the rank sleeps on it
+    std::atomic<uint32_t> sleeping;
+    std::atomic<uint32_t> state;
+    std::atomic<int32_t> pid;
+    alignas(128) LaneSlot lanes[NUM_LANES];
+    int32_t num_blamed, blamed[15];
+    char reason[448];
+};
+
+struct alignas(128) Header {
+    uint64_t magic;
+    uint32_t size, version;
+    uint64_t chunk_bytes, ring_bytes, term;
+    alignas(128) std::atomic<uint32_t> num_sleeping;
+};
+
+// One direction of messages between two ranks: the sender counts what it wrote, the receiver what it took.
+struct alignas(128) Ring {
+    std::atomic<uint64_t> sent;              // in the sender's arena, for each receiver
+    alignas(64) std::atomic<uint64_t> taken; // in the receiver's arena, for each sender
+};
+
+struct Layout {
+    uint64_t size, chunk_bytes, ring_bytes;
+    uint64_t chunks() const { return size * sizeof(Ring); }
+    uint64_t rings() const { return chunks() + NUM_LANES * (NUM_IN + NUM_RES) * chunk_bytes; }
+    uint64_t base_bytes() const { return (rings() + size * ring_bytes + 4095) / 4096 * 4096; }
+    uint64_t control_bytes() const { return (sizeof(Header) + size * sizeof(Slot) + 4095) / 4096 * 4096; }
+};
+
+struct Region {  // of an arena, mapped here
+    uint64_t offset = 0, bytes = 0;
+    char* at = nullptr;
+};
+
+class Message;
+
+class Shm final : public Transport {
+  public:
+    // Takes over the descriptors. `make` is true on the one rank that made the control segment, before it is handed on.
+    static void format(int control_fd, const Layout& layout, uint64_t term);
+    static void reserve(int arena_fd, const Layout& layout);
+    Shm(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term);
+    ~Shm() override;
+
+    const int rank, size;
+    const Layout layout;
+
+    // --- ticks
+    uint32_t tick(int lane, int of) const { return slots_[of].lanes[lane].tick.load(std::memory_order_acquire); }
+    void post(int lane);  // one more of mine; rings those who sleep
+    bool reached(int lane, uint32_t target) const;
+    std::vector<int> short_of(int lane, uint32_t target) const;
+    Call& call(int lane, int of, uint32_t number) { return slots_[of].lanes[lane].calls[number & 1]; }
+
+    // --- memory
+    char* in(int lane, int of, uint32_t turn) { return chunk(lane, of, turn % NUM_IN); }
+    char* res(int lane, int of, uint32_t turn) { return chunk(lane, of, NUM_IN + turn % NUM_RES); }
+    char* allocate(uint64_t bytes);   // a new buffer in my arena, zeroed; Error when there is no memory
+    void release(char* buffer);       // gives its pages back
+    bool find(const void* x, uint64_t bytes, Call& call) const;  // fills in where x lies; false when not in my arena
+    char* of_peer(int peer, const Call& call);                   // where a peer's buffer is mapped here
+
+    // --- Transport
+    void arm() override;
+    void rest(int64_t ns) override;
+    void disarm() override;
+    void wake() override;
+    bool trouble(const std::vector<int>& behind, Failure& failure) override;
+    void tell(const Failure& failure) override;
+    void leave() override;
+    void accept(std::shared_ptr<Op> op) override;
+    bool serve(std::vector<std::shared_ptr<Op>>& finished) override;
+    std::vector<std::shared_ptr<Op>> drop() override;
+    size_t num_served() const override { return sends_.size() + recvs_.size(); }
+    std::vector<int> served_behind() const override;
+
+    // Per lane, on this side only: how many ticks and chunks were used so far.
+    struct Cursor { uint32_t tick = 0, in = 0, res = 0, number = 0; } cursors[NUM_LANES];
+
+  private:
+    friend class Message;
+    struct Stash { int32_t tag; std::vector<char> bytes; };
+    struct Incoming {  // what is being taken from one sender's ring
+        bool open = false;
+        int32_t tag = 0;
+        uint64_t bytes = 0, done = 0;
+        std::shared_ptr<Message> into;
+        std::vector<char> stash;
+        std::deque<Stash> kept;
+    };
+
+    char* chunk(int lane, int of, size_t which) {
+        return bases_[of] + layout.chunks() + (lane * (NUM_IN + NUM_RES) + which) * layout.chunk_bytes;
+    }
+    Ring& ring(int owner, int other) { return reinterpret_cast<Ring*>(bases_[owner])[other]; }
+    char* ring_memory(int sender, int receiver) { return bases_[sender] + layout.rings() + receiver * layout.ring_bytes; }
+    void knock(int peer);
+    bool alive(int peer) const;
+    bool push(Message& message);
+    bool pull(int from, std::vector<std::shared_ptr<Op>>& finished);
+    void match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved);
+
+    int control_fd_;
+    std::vector<int> arena_fds_;
+    Header* header_ = nullptr;
+    Slot* slots_ = nullptr;
+    std::vector<char*> bases_;
+    uint32_t bell_seen_ = 0;
+    mutable std::mutex regions_lock_;
+    std::map<const char*, Region> mine_;                // by address
+    std::vector<std::map<uint64_t, Region>> theirs_;    // by offset, a peer
+    uint64_t end_ = 0;                                  // of my arena
+    std::deque<std::shared_ptr<Message>> sends_, recvs_;
+    std::vector<Incoming> incoming_;
+};
+
+// A message from one rank to another; peer -1 takes the next of anybody.
+class Message final : public Op {
+  public:
+    Message(bool sends, void* x, uint64_t bytes, int peer, int32_t tag);
+    bool step() override { return false; }
+    std::vector<int> behind() const override { return peer < 0 ? std::vector<int>{} : std::vector<int>{peer}; }
+    std::string what() const override;
+
+    const bool sends;
+    char* const x;
+    const uint64_t bytes;
+    int peer;
+    const int32_t tag;
+    uint64_t done = 0;     // bytes moved, the frame's header included for a send
+    std::string trouble;   // why it cannot be: told as a failure of the group
+};
+
+}  // namespace echelon

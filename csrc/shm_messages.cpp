@@ -1,0 +1,223 @@
+// Messages between two ranks of a host: one ring of bytes for each ordered pair, frames of a header and a payload.
+//
+// A payload longer than the ring flows through it. A receiver that finds a message nobody has asked for yet keeps it aside, so
+// that tags may be taken in any order.
+#include <string.h>
+
+#include <algorithm>
+
+#include "shm.h"
+
+namespace echelon {
+
+namespace {
+
+struct Frame {
+    uint64_t bytes;
+    int32_t tag;
+    uint32_t check;
+};
+constexpr uint32_t CHECK = 0x6d736731;
+
+// Copies between a flat buffer and a ring, from byte `at` of the endless stream on.
+void into_ring(char* ring, uint64_t ring_bytes, uint64_t at, const char* from, uint64_t bytes) {
+    uint64_t begin = at % ring_bytes, first = std::min(bytes, ring_bytes - begin);
+    memcpy(ring + begin, from, first);
+    memcpy(ring, from + first, bytes - first);
+}
+
+void out_of_ring(const char* ring, uint64_t ring_bytes, uint64_t at, char* to, uint64_t bytes) {
+    uint64_t begin = at % ring_bytes, first = std::min(bytes, ring_bytes - begin);
+    memcpy(to, ring + begin, first);
+    memcpy(to + first, ring, bytes - first);
+}
+
+std::string unfit(int from, uint64_t bytes, const Message& wanted) {
+    return "rank " + std::to_string(from) + " sent " + std::to_string(bytes) + " bytes (tag " + std::to_string(wanted.tag) +
+           ") to a recv of " + std::to_string(wanted.bytes) + " bytes";
+}
+
+}  // namespace
+
+Message::Message(bool sends, void* x, uint64_t bytes, int peer, int32_t tag)
+    : sends(sends), x(static_cast<char*>(x)), bytes(bytes), peer(peer), tag(tag) {
+    lane = NO_LANE;
+    small = bytes <= 65536;  // fits a ring
+}
+
+std::string Message::what() const {
+    std::string whom = peer < 0 ? "anybody" : "rank " + std::to_string(peer);
+    return (sends ? "send of " : "recv of ") + std::to_string(bytes) + " bytes " + (sends ? "to " : "from ") + whom +
+           " (tag " + std::to_string(tag) + ")";
+}
+
+void Shm::accept(std::shared_ptr<Op> op) {
+    auto message = std::static_pointer_cast<Message>(std::move(op));
+    (message->sends ? sends_ : recvs_).push_back(std::move(message));
+}
+
+std::vector<std::shared_ptr<Op>> Shm::drop() {
+    std::vector<std::shared_ptr<Op>> all(sends_.begin(), sends_.end());
+    all.insert(all.end(), recvs_.begin(), recvs_.end());
+    for (auto& from : incoming_)
+        if (from.into) all.push_back(std::move(from.into));
+    sends_.clear();
+    recvs_.clear();
+    return all;
+}
+
+std::vector<int> Shm::served_behind() const {
+    std::vector<int> ranks;
+    bool anybody = false;
+    for (auto& message : sends_) ranks.push_back(message->peer);
+    for (auto& message : recvs_) message->peer < 0 ? void(anybody = true) : ranks.push_back(message->peer);
+    for (int peer = 0; peer < size; peer++)
+        if (incoming_[peer].into) ranks.push_back(peer);
+    if (anybody && ranks.empty() && size > 1) {  // lost only when everybody else is
+        Failure unused;
+        bool all_gone = true;
+        for (int peer = 0; peer < size && all_gone; peer++)
+            all_gone = peer == rank || const_cast<Shm*>(this)->trouble({peer}, unused);
+        for (int peer = 0; peer < size && all_gone; peer++)
+            if (peer != rank) ranks.push_back(peer);
+    }
+    return ranks;
+}
+
+bool Shm::serve(std::vector<std::shared_ptr<Op>>& finished) {
+    bool moved = false;
+    std::vector<bool> busy(size, false);  // one message a receiver at a time, in order
+    for (auto it = sends_.begin(); it != sends_.end();) {
+        Message& message = **it;
+        if (busy[message.peer]) {
+            ++it;
+            continue;
+        }
+        moved |= push(message);
+        if (message.done == sizeof(Frame) + message.bytes) {
+            finished.push_back(*it);
+            it = sends_.erase(it);
+        } else {
+            busy[message.peer] = true;
+            ++it;
+        }
+    }
+    match_kept(finished, moved);
+    for (int from = 0; from < size; from++) {
+        bool wanted = bool(incoming_[from].into);
+        for (auto& message : recvs_) wanted |= message->peer == from || message->peer < 0;
+        while (wanted && pull(from, finished)) {
+            moved = true;
+            wanted = bool(incoming_[from].into);
+            for (auto& message : recvs_) wanted |= message->peer == from || message->peer < 0;
+        }
+    }
+    return moved;
+}
+
+// Writes as much of a message as the ring takes.
+bool Shm::push(Message& message) {
+    Ring& mine = ring(rank, message.peer);
+    char* memory = ring_memory(rank, message.peer);
+    uint64_t sent = mine.sent.load(std::memory_order_relaxed);
+    uint64_t taken = ring(message.peer, rank).taken.load(std::memory_order_acquire);
+    uint64_t room = layout.ring_bytes - (sent - taken), before = message.done;
+    if (message.done == 0) {
+        if (room < sizeof(Frame)) return false;
+        Frame frame{message.bytes, message.tag, CHECK};
+        into_ring(memory, layout.ring_bytes, sent, reinterpret_cast<char*>(&frame), sizeof frame);
+        message.done = sizeof frame;
+        sent += sizeof frame;
+        room -= sizeof frame;
+    }
+    uint64_t piece = std::min(room, sizeof(Frame) + message.bytes - message.done);
+    into_ring(memory, layout.ring_bytes, sent, message.x + (message.done - sizeof(Frame)), piece);
+    message.done += piece;
+    if (message.done == before) return false;
+    mine.sent.store(sent + piece, std::memory_order_seq_cst);
+    if (message.peer != rank) knock(message.peer);
+    return true;
+}
+
+// Takes what one sender's ring has: a header, or a piece of the payload.
+bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
+    Incoming& now = incoming_[from];
+    Ring& mine = ring(rank, from);
+    char* memory = ring_memory(from, rank);
+    uint64_t taken = mine.taken.load(std::memory_order_relaxed);
+    uint64_t there = ring(from, rank).sent.load(std::memory_order_acquire) - taken, before = taken;
+    if (!now.open) {
+        if (there < sizeof(Frame)) return false;
+        Frame frame;
+        out_of_ring(memory, layout.ring_bytes, taken, reinterpret_cast<char*>(&frame), sizeof frame);
+        if (frame.check != CHECK) {
+            engine->fail({{from}, "rank " + std::to_string(from) + " sent something that is not a message"});
+            return false;
+        }
+        taken += sizeof frame;
+        there -= sizeof frame;
+        now.open = true;
+        now.tag = frame.tag;
+        now.bytes = frame.bytes;
+        now.done = 0;
+        auto wanted = std::find_if(recvs_.begin(), recvs_.end(), [&](auto& m) {
+            return (m->peer == from || m->peer < 0) && m->tag == frame.tag;
+        });
+        if (wanted == recvs_.end()) {
+            now.stash.resize(frame.bytes);
+        } else if ((*wanted)->bytes != frame.bytes) {
+            engine->fail({{from}, unfit(from, frame.bytes, **wanted)});
+            return false;
+        } else {
+            now.into = *wanted;
+            now.into->peer = from;
+            recvs_.erase(wanted);
+        }
+    }
+    uint64_t piece = std::min(there, now.bytes - now.done);
+    char* to = now.into ? now.into->x : now.stash.data();
+    out_of_ring(memory, layout.ring_bytes, taken, to + now.done, piece);
+    now.done += piece;
+    taken += piece;
+    if (taken != before) {
+        mine.taken.store(taken, std::memory_order_seq_cst);
+        if (from != rank) knock(from);
+    }
+    if (now.done == now.bytes) {
+        if (now.into) finished.push_back(std::move(now.into));
+        else now.kept.push_back({now.tag, std::move(now.stash)});
+        now.open = false;
+        now.into.reset();
+        now.stash = {};
+    }
+    return taken != before;
+}
+
+// Gives messages that were kept aside to those who ask now.
+void Shm::match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved) {
+    for (auto it = recvs_.begin(); it != recvs_.end();) {
+        bool given = false;
+        for (int from = 0; from < size && !given; from++) {
+            if ((*it)->peer >= 0 && (*it)->peer != from) continue;
+            auto& kept = incoming_[from].kept;
+            auto found = std::find_if(kept.begin(), kept.end(), [&](auto& stash) { return stash.tag == (*it)->tag; });
+            if (found == kept.end()) continue;
+            if (found->bytes.size() != (*it)->bytes) {
+                engine->fail({{from}, unfit(from, found->bytes.size(), **it)});
+                return;
+            }
+            memcpy((*it)->x, found->bytes.data(), found->bytes.size());
+            kept.erase(found);
+            (*it)->peer = from;
+            given = moved = true;
+        }
+        if (!given) {
+            ++it;
+            continue;
+        }
+        finished.push_back(*it);
+        it = recvs_.erase(it);
+    }
+}
+
+}  // namespace echelon
