@@ -52,5 +52,7 @@ ROWS = {
     "a worker of another host is killed", "a further host's supervisor is killed", "USERS 17 on several hosts",
     "a host vanishes", "USERS 3 on several hosts", "USERS 12 on several hosts", "torchrun as the starter",
     "workers dealt over hosts", "hosts in order", "USERS 8",
+    # the native core and torch's backend
+    "one contract for every Group",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

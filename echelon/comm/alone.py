@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from echelon.comm.group import Done, Lost, Op, Outcome, Work
+from echelon.comm import check
+from echelon.comm.group import Done, Lost, Op, Outcome, Receipt, Work
 
 
 class AloneGroup:
@@ -23,13 +26,59 @@ class AloneGroup:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
+        check.whole("all_reduce", x=x)
+        check.reducible("all_reduce", x.dtype, op)
+        return Done(self._outcome)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        check.whole("reduce_scatter", out=out, x=x)
+        check.stacked("reduce_scatter", x, out, 1)
+        check.reducible("reduce_scatter", x.dtype, op)
+        return self._copied(out, x[0])
+
+    def reduce(self, x: Tensor, root: int = 0, op: Op = "sum") -> Work:
+        check.rank("reduce", "root", root, 1)
+        check.whole("reduce", x=x)
+        check.reducible("reduce", x.dtype, op)
         return Done(self._outcome)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        out[0].copy_(x)
-        return Done(self._outcome)
+        check.whole("all_gather", out=out, x=x)
+        check.stacked("all_gather", out, x, 1)
+        return self._copied(out[0], x)
+
+    def gather(self, out: Tensor | None, x: Tensor, root: int = 0) -> Work:
+        check.rank("gather", "root", root, 1)
+        check.whole("gather", out=out, x=x)
+        check.only_on_root("gather", "out", out, x, True, 1)
+        assert out is not None
+        return self._copied(out[0], x)
+
+    def scatter(self, out: Tensor, x: Tensor | None, root: int = 0) -> Work:
+        check.rank("scatter", "root", root, 1)
+        check.whole("scatter", out=out, x=x)
+        check.only_on_root("scatter", "x", x, out, True, 1)
+        assert x is not None
+        return self._copied(out, x[0])
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
+        check.whole("all_to_all", out=out, x=x)
+        check.cut("all_to_all", "out", out, out_counts, 1)
+        check.cut("all_to_all", "x", x, counts, 1)
+        check.stacked("all_to_all", out[None], x, 1)
+        return self._copied(out, x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
+        check.rank("broadcast", "root", root, 1)
+        check.whole("broadcast", x=x)
+        return Done(self._outcome)
+
+    def send(self, x: Tensor, peer: int, tag: int = 0) -> Work:
+        check.other("send", peer, 0, 1)
+        return Done(self._outcome)
+
+    def recv(self, x: Tensor, peer: int | None, tag: int = 0) -> Receipt:
+        check.other("recv", peer, 0, 1)
         return Done(self._outcome)
 
     def barrier(self) -> Work:
@@ -40,3 +89,8 @@ class AloneGroup:
 
     def close(self) -> None:
         pass
+
+    def _copied(self, to: Tensor, source: Tensor) -> Work:
+        if self._outcome is None:
+            to.copy_(source)
+        return Done(self._outcome)

@@ -6,6 +6,7 @@ when a policy says stop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from echelon.clock import Deadline
 
-Op = Literal["sum", "max", "min"]
+Op = Literal["sum", "avg", "min", "max", "prod", "and", "or", "xor"]
+"""avg is sum / size, for floats and complex numbers; and, or, xor work on the bits of integers and bools. Bools add as
+`or` and multiply as `and`. Integers wrap around."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,17 @@ class Work(Protocol):
         ...
 
 
+class Receipt(Work, Protocol):
+    """A recv under way."""
+
+    source: int | None
+    """The rank that the message came from; known when wait() gave Met."""
+
+
 class Done:
     """A Work that was over when it began."""
+
+    source: int | None = None
 
     def __init__(self, outcome: Outcome | None = None) -> None:
         self.outcome = outcome or Met()
@@ -66,6 +78,10 @@ class Group(Protocol):
     Operations return at once with a Work. Its tensor belongs to the group until wait() returns. wait() gives Met,
     or Lost(peers) when a peer died or the deadline passed: the tensor's content is then undefined, and every
     later operation of this group gives Lost as well. Sums are the same bits on every rank and from run to run.
+
+    Tensors are contiguous, of any size (0 too), of one shape and type on every rank; all else is a UsageError before
+    anything begins. What is reduced is float16/32/64, bfloat16, an integer of 8 to 64 bits, bool, or (sum and avg)
+    complex; what is only moved may be of any type.
     """
 
     rank: int
@@ -78,15 +94,47 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        """x becomes the sum (max, min) over ranks, in place."""
+        """x becomes the reduction over ranks, in place."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        """out becomes the reduction of what every rank has for me: x has one more leading dim, x[r] is for rank r.
+
+        x is left as it was."""
+        ...
+
+    def reduce(self, x: Tensor, root: int = 0, op: Op = "sum") -> Work:
+        """x on root becomes the reduction; elsewhere it stays as it was."""
         ...
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         """out[r] becomes rank r's x; out has one more leading dim of length `size`. x has one shape everywhere."""
         ...
 
+    def gather(self, out: Tensor | None, x: Tensor, root: int = 0) -> Work:
+        """out on root becomes what all_gather would give; elsewhere it is None."""
+        ...
+
+    def scatter(self, out: Tensor, x: Tensor | None, root: int = 0) -> Work:
+        """out becomes root's x[rank]: x has one more leading dim on root, and is None elsewhere."""
+        ...
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
+        """Flat tensors, cut into one piece a rank: the first counts[0] elements of x go to rank 0, the next counts[1] to
+        rank 1; out receives out_counts[r] elements from rank r, in rank order. Pieces may be uneven, or empty."""
+        ...
+
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
         """x becomes root's x, in place."""
+        ...
+
+    def send(self, x: Tensor, peer: int, tag: int = 0) -> Work:
+        """Sends x to another rank. Not part of the common order; over when x may be changed, which may be before the
+        peer received it, or only then."""
+        ...
+
+    def recv(self, x: Tensor, peer: int | None, tag: int = 0) -> Receipt:
+        """x becomes what the peer (None: anybody) sends with this tag. Messages of one sender and tag come in order."""
         ...
 
     def barrier(self) -> Work:

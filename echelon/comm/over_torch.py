@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,20 @@ from torch import Tensor
 
 from echelon import activity
 from echelon.clock import Deadline
-from echelon.comm.group import Done, Lost, Met, Op, Outcome, Work
+from echelon.comm import check
+from echelon.comm.group import Done, Lost, Met, Op, Outcome, Receipt, Work
+from echelon.comm.plain import as_bytes, carried
+
+After = Callable[[], object] | None
+"""What is done to the tensors when the operation is over."""
 
 Blame = Callable[[str], tuple[int, ...]]
 """Asks the roster which peers are gone, given what torch said."""
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT, "and": dist.ReduceOp.BAND, "or": dist.ReduceOp.BOR, "xor": dist.ReduceOp.BXOR,
+}  # fmt: skip
 OP_LIMIT_S = 1800.0
 """An operation never waits longer, whoever waits; deaths are told much earlier by the supervisor."""
 
@@ -29,42 +38,72 @@ OP_LIMIT_S = 1800.0
 class TorchWork:
     """One operation of a TorchGroup. On CUDA, wait() only orders streams: it returns before the GPU is done."""
 
-    def __init__(self, group: TorchGroup, work: dist.Work, number: int, what: str, num_bytes: int) -> None:
-        self.group, self.work = group, work
+    source: int | None = None
+
+    def __init__(
+        self, group: TorchGroup, work: dist.Work, number: int, what: str, num_bytes: int, after: After
+    ) -> None:
+        self.group, self.work, self.after = group, work, after
         self.number, self.what, self.num_bytes = number, what, num_bytes
         self.outcome: Outcome | None = None
+        self._lock = threading.Lock()
 
     def wait(self, deadline: Deadline) -> Outcome:
-        if self.outcome is None:
-            try:
-                with activity.waiting(self.group.name, self.number, self.what, self.num_bytes):
-                    if self.group.timed:
-                        left_s = max(0.001, min(deadline.left_s, OP_LIMIT_S))
-                        self.work.wait(datetime.timedelta(seconds=left_s))
-                    else:
-                        self.work.wait()
-                self.outcome = self.group.lost or Met()
-            except RuntimeError as error:
-                self.outcome = self.group.fail(str(error))
-        return self.outcome
+        with self._lock:
+            if self.outcome is None:
+                self.outcome = self._wait(deadline)
+            return self.outcome
+
+    def _wait(self, deadline: Deadline) -> Outcome:
+        try:
+            with activity.waiting(self.group.name, self.number, self.what, self.num_bytes):
+                if self.group.timed:
+                    left_s = max(0.001, min(deadline.left_s, OP_LIMIT_S))
+                    self.work.wait(datetime.timedelta(seconds=left_s))
+                else:
+                    self.work.wait()
+        except RuntimeError as error:
+            return self.group.fail(str(error))
+        if self.group.lost:
+            return self.group.lost
+        if self.after is not None:
+            self.after()
+        return Met()
+
+
+class AnySourceWork(TorchWork):
+    """A recv from anybody."""
+
+    def _wait(self, deadline: Deadline) -> Outcome:
+        outcome = super()._wait(deadline)
+        if isinstance(outcome, Met):
+            self.source = self.work._source_rank()
+        return outcome
 
 
 class TorchGroup:
     """See Group. `blame` names the dead after a failure; it may block for a second or two.
 
     Operations are numbered, so that ranks which wait can be told who has not begun the same one (`name` must be one
-    everywhere).
+    everywhere). `timed` says whether torch's waits take a time limit: gloo's do, NCCL's do not. NCCL has no tags, and
+    no recv from anybody.
     """
 
     local = False
 
     def __init__(
-        self, pg: dist.ProcessGroup, device: torch.device, blame: Blame | None = None, name: str = "group"
+        self,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        blame: Blame | None = None,
+        name: str = "group",
+        timed: bool | None = None,
     ) -> None:
         self.name, self.number = name, 0
-        self.pg, self.rank, self.size = pg, pg.rank(), pg.size()
+        self.pg: Any = pg
+        self.rank, self.size = pg.rank(), pg.size()
         self.device, self.blame = device, blame
-        self.timed = dist.get_backend(pg) == "gloo"
+        self.timed = dist.get_backend(pg) == "gloo" if timed is None else timed
         self.lost: Lost | None = None
         self._lock = threading.Lock()
 
@@ -77,13 +116,24 @@ class TorchGroup:
                 self.lost = Lost(peers, reason)
             return self.lost
 
-    def _start(self, what: str, x: Tensor, begin: Callable[[], dist.Work]) -> Work:
+    def _start(self, what: str, x: Tensor, begin: Callable[[], dist.Work], after: After = None) -> Work:
         if self.lost:
             return Done(self.lost)
         self.number += 1
         activity.begun[self.name] = self.number
         try:
-            return TorchWork(self, begin(), self.number, what, x.nbytes)
+            return TorchWork(self, begin(), self.number, what, x.nbytes, after)
+        except RuntimeError as error:
+            return Done(self.fail(str(error)))
+
+    def _start_pair(
+        self, kind: type[TorchWork], what: str, x: Tensor, begin: Callable[[], dist.Work]
+    ) -> Receipt:
+        """A send or recv: it has no number, since only two ranks take part."""
+        if self.lost:
+            return Done(self.lost)
+        try:
+            return kind(self, begin(), activity.ANYBODY, what, x.nbytes, None)
         except RuntimeError as error:
             return Done(self.fail(str(error)))
 
@@ -91,17 +141,91 @@ class TorchGroup:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
-        return self._start("all_reduce", x, lambda: self.pg.allreduce([x], options))
+        check.whole("all_reduce", x=x)
+        check.reducible("all_reduce", x.dtype, op)
+        wire = carried(x, op)
+        options = _options(dist.AllreduceOptions(), wire.op)
+        return self._start("all_reduce", x, lambda: self.pg.allreduce([wire.tensor], options), wire.back)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
+        check.whole("reduce_scatter", out=out, x=x)
+        check.stacked("reduce_scatter", x, out, self.size)
+        check.reducible("reduce_scatter", x.dtype, op)
+        wire, mine = carried(x, op), carried(out, op)
+        options = _options(dist.ReduceScatterOptions(), wire.op)
+        flat = mine.tensor.reshape(-1), wire.tensor.reshape(-1)
+        return self._start(
+            "reduce_scatter", x, lambda: self.pg._reduce_scatter_base(*flat, options), mine.back
+        )
+
+    def reduce(self, x: Tensor, root: int = 0, op: Op = "sum") -> Work:
+        check.rank("reduce", "root", root, self.size)
+        check.whole("reduce", x=x)
+        check.reducible("reduce", x.dtype, op)
+        wire = carried(x if root == self.rank else x.clone(), op)  # torch uses the others' tensors on its way
+        options = _options(dist.ReduceOptions(), wire.op)
+        options.rootRank = root
+        return self._start("reduce", x, lambda: self.pg.reduce([wire.tensor], options), wire.back)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._start("all_gather", x, lambda: self.pg.allgather([list(out.unbind(0))], [x]))
+        check.whole("all_gather", out=out, x=x)
+        check.stacked("all_gather", out, x, self.size)
+        return self._start("all_gather", x, lambda: self.pg.allgather([_rows(out)], [as_bytes(x)]))
+
+    def gather(self, out: Tensor | None, x: Tensor, root: int = 0) -> Work:
+        check.rank("gather", "root", root, self.size)
+        check.whole("gather", out=out, x=x)
+        check.only_on_root("gather", "out", out, x, self.rank == root, self.size)
+        options = dist.GatherOptions()
+        options.rootRank = root
+        rows = [] if out is None else [_rows(out)]
+        return self._start("gather", x, lambda: self.pg.gather(rows, [as_bytes(x)], options))
+
+    def scatter(self, out: Tensor, x: Tensor | None, root: int = 0) -> Work:
+        check.rank("scatter", "root", root, self.size)
+        check.whole("scatter", out=out, x=x)
+        check.only_on_root("scatter", "x", x, out, self.rank == root, self.size)
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        rows = [] if x is None else [_rows(x)]
+        return self._start("scatter", out, lambda: self.pg.scatter([as_bytes(out)], rows, options))
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
+        check.whole("all_to_all", out=out, x=x)
+        check.cut("all_to_all", "out", out, out_counts, self.size)
+        check.cut("all_to_all", "x", x, counts, self.size)
+        cuts = [n * out.itemsize for n in out_counts], [n * x.itemsize for n in counts]
+        options = dist.AllToAllOptions()
+        return self._start(
+            "all_to_all", x[:0], lambda: self.pg.alltoall_base(as_bytes(out), as_bytes(x), *cuts, options)
+        )
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
+        check.rank("broadcast", "root", root, self.size)
+        check.whole("broadcast", x=x)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._start("broadcast", x, lambda: self.pg.broadcast([x], options))
+        return self._start("broadcast", x, lambda: self.pg.broadcast([as_bytes(x)], options))
+
+    def send(self, x: Tensor, peer: int, tag: int = 0) -> Work:
+        check.other("send", peer, self.rank, self.size)
+        check.whole("send", x=x)
+        return self._start_pair(
+            TorchWork, f"send to rank {peer}", x, lambda: self.pg.send([as_bytes(x)], peer, tag)
+        )
+
+    def recv(self, x: Tensor, peer: int | None, tag: int = 0) -> Receipt:
+        check.other("recv", peer, self.rank, self.size)
+        check.whole("recv", x=x)
+        if peer is None:
+            return self._start_pair(
+                AnySourceWork, "recv from anybody", x, lambda: self.pg.recv_anysource([as_bytes(x)], tag)
+            )
+        work = self._start_pair(
+            TorchWork, f"recv from rank {peer}", x, lambda: self.pg.recv([as_bytes(x)], peer, tag)
+        )
+        work.source = peer
+        return work
 
     def barrier(self) -> Work:
         return self.all_reduce(torch.zeros(1, device=self.device))
@@ -113,3 +237,13 @@ class TorchGroup:
     def close(self) -> None:
         if dist.is_initialized() and dist.group.WORLD is self.pg:
             dist.destroy_process_group()
+
+
+def _options(options: Any, op: Op) -> Any:
+    options.reduceOp = _OPS[op]
+    return options
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    """One flat row of bytes a rank."""
+    return list(as_bytes(x).view(x.shape[0], -1).unbind(0)) if x.numel() else [as_bytes(row) for row in x]

@@ -16,11 +16,12 @@ from echelon.comm.group import Lost
 from tests.contract.group_contract import CHECKS
 
 run = echelon.init(backend="gloo")
-for group in (run.world.gradients, run.world.side):
-    for check in CHECKS:
+dies = "die" in sys.argv
+for group, checks in ((run.world.gradients, CHECKS), (run.world.side, CHECKS[:2])):
+    for check in checks[:1] if dies else checks:
         check(group)
 Path(sys.argv[1], f"met-{run.rank}").touch()
-if "die" in sys.argv:
+if dies:
     group = run.world.gradients
     if run.rank == run.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -42,6 +42,7 @@ def test_a_group_of_one(check):
 
 
 @pytest.mark.case("Group.buffer")
+@pytest.mark.case("one contract for every Group")
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_threads(check, size):
@@ -78,6 +79,23 @@ def test_different_operations_name_both_sides():
     assert isinstance(outcome, Lost)
     assert "rank 0: all_reduce sum (3,)" in outcome.reason
     assert "rank 1: broadcast from 0 (4,)" in outcome.reason
+
+
+def test_pieces_of_different_lengths_name_both_sides():
+    a, b = Room(2).groups()
+    work = a.all_to_all(torch.zeros(3), torch.zeros(3), [1, 2], [1, 2])
+    b.all_to_all(torch.zeros(4), torch.zeros(4), [1, 3], [2, 2])
+    outcome = work.wait(Deadline.after(1))
+    assert isinstance(outcome, Lost)
+    assert "rank 0 sends 2 elements to rank 1, which expects 1" in outcome.reason
+
+
+def test_a_message_of_another_size_names_both_sides():
+    a, b = Room(2).groups()
+    a.send(torch.zeros(3), 1, 4)
+    outcome = b.recv(torch.zeros(5), 0, 4).wait(Deadline.after(1))
+    assert isinstance(outcome, Lost)
+    assert "rank 0 sent (3,) torch.float32 with tag 4, rank 1 wants to receive (5,)" in outcome.reason
 
 
 def test_abort_loses_what_is_under_way_and_what_comes():
