@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "shm_ops.h"
+#include "tcp_ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,17 +36,10 @@ struct Work {
     }
 };
 
-class ShmGroup {
+// What every kind of group has: operations in, works out.
+class CoreGroup {
   public:
-    ShmGroup(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term) {
-        auto shm = std::make_unique<Shm>(rank, control_fd, arena_fds, term);
-        shm_ = shm.get();
-        engine_ = std::make_shared<Engine>(std::move(shm));
-        cpu_set_t cores;
-        bool crowded = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < shm_->size;
-        engine_->spin_ns = crowded ? 2000 : 50000;
-        engine_->yield_ns = crowded ? 60000 : 20000;
-    }
+    virtual ~CoreGroup() = default;
 
     Work collective(int kind, int dtype, int op, int root, uint64_t count, uintptr_t x, uintptr_t out, int lane) {
         Request request;
@@ -78,16 +72,7 @@ class ShmGroup {
         return {engine_, op};
     }
 
-    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) {
-        char* at = shm_->allocate(bytes);
-        struct Owner { std::shared_ptr<Engine> engine; Shm* shm; char* at; };
-        nb::capsule owner(new Owner{engine_, shm_, at}, [](void* p) noexcept {
-            auto* owner = static_cast<Owner*>(p);
-            owner->shm->release(owner->at);
-            delete owner;
-        });
-        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
-    }
+    virtual nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) = 0;
 
     void abort(std::vector<int> peers, std::string reason) {
         nb::gil_scoped_release release;
@@ -103,15 +88,73 @@ class ShmGroup {
         engine_->close();
     }
 
+  protected:
+    virtual std::shared_ptr<Op> make(Request request) = 0;
+    void rest_after(int num_ranks) {  // how long to look before sleeping
+        cpu_set_t cores;
+        bool crowded = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < num_ranks;
+        engine_->spin_ns = crowded ? 2000 : 50000;
+        engine_->yield_ns = crowded ? 60000 : 20000;
+    }
+    std::shared_ptr<Engine> engine_;
+
   private:
     Work submit(Request request) {
-        auto op = std::make_shared<Collective>(*engine_, *shm_, std::move(request));
+        auto op = make(std::move(request));
         engine_->submit(op);
         return {engine_, op};
     }
+};
 
-    std::shared_ptr<Engine> engine_;
+class ShmGroup final : public CoreGroup {
+  public:
+    ShmGroup(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term) {
+        auto shm = std::make_unique<Shm>(rank, control_fd, arena_fds, term);
+        shm_ = shm.get();
+        engine_ = std::make_shared<Engine>(std::move(shm));
+        rest_after(shm_->size);
+    }
+
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override {
+        char* at = shm_->allocate(bytes);
+        struct Owner { std::shared_ptr<Engine> engine; Shm* shm; char* at; };
+        nb::capsule owner(new Owner{engine_, shm_, at}, [](void* p) noexcept {
+            auto* owner = static_cast<Owner*>(p);
+            owner->shm->release(owner->at);
+            delete owner;
+        });
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
+    }
+
+  private:
+    std::shared_ptr<Op> make(Request request) override {
+        return std::make_shared<Collective>(*engine_, *shm_, std::move(request));
+    }
     Shm* shm_;  // owned by the engine
+};
+
+class TcpGroup final : public CoreGroup {
+  public:
+    TcpGroup(int rank, const std::vector<std::vector<int>>& streams, uint64_t term, double limit_s) {
+        auto tcp = std::make_unique<Tcp>(rank, streams, Tcp::Options{term, limit_s});
+        tcp_ = tcp.get();
+        engine_ = std::make_shared<Engine>(std::move(tcp));
+        engine_->spin_ns = engine_->yield_ns = 0;  // a wire is slower than waking up
+    }
+
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override {
+        char* at = new (std::align_val_t(64)) char[bytes + 1]();
+        nb::capsule owner(at, [](void* p) noexcept { operator delete[](static_cast<char*>(p), std::align_val_t(64)); });
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
+    }
+    void set_costs(double alpha, double beta, double each) { tcp_->costs = {alpha, beta, each}; }
+    void after_fork() { tcp_->after_fork(); }
+
+  private:
+    std::shared_ptr<Op> make(Request request) override {
+        return std::make_shared<TcpCollective>(*engine_, *tcp_, Team::everybody(*tcp_), std::move(request));
+    }
+    Tcp* tcp_;  // owned by the engine
 };
 
 void fold(uintptr_t dst, const std::vector<uintptr_t>& srcs, uint64_t count, int dtype, int op) {
@@ -154,14 +197,26 @@ NB_MODULE(_core, m) {
         .def_prop_ro("what", &Work::what)
         .def_prop_ro("peer", &Work::peer);
 
-    nb::class_<ShmGroup>(m, "ShmGroup")
-        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a)
-        .def("collective", &ShmGroup::collective)
-        .def("all_to_all", &ShmGroup::all_to_all)
-        .def("message", &ShmGroup::message)
-        .def("buffer", &ShmGroup::buffer)
-        .def("abort", &ShmGroup::abort)
-        .def_prop_ro("failed", &ShmGroup::failed)
-        .def("failure", &ShmGroup::failure)
-        .def("close", &ShmGroup::close);
+    m.def("cost", [](int way, int kind, uint64_t bytes, int size, double alpha, double beta, double each) {
+        return cost(Way(way), Kind(kind), bytes, size, {alpha, beta, each});
+    });
+    m.def("way", [](int kind, uint64_t bytes, int size, double alpha, double beta, double each) {
+        return std::string(name_of(cheapest(Kind(kind), bytes, size, {alpha, beta, each})));
+    });
+
+    nb::class_<CoreGroup>(m, "CoreGroup")
+        .def("collective", &CoreGroup::collective)
+        .def("all_to_all", &CoreGroup::all_to_all)
+        .def("message", &CoreGroup::message)
+        .def("buffer", &CoreGroup::buffer)
+        .def("abort", &CoreGroup::abort)
+        .def_prop_ro("failed", &CoreGroup::failed)
+        .def("failure", &CoreGroup::failure)
+        .def("close", &CoreGroup::close);
+    nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup")
+        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a);
+    nb::class_<TcpGroup, CoreGroup>(m, "TcpGroup")
+        .def(nb::init<int, const std::vector<std::vector<int>>&, uint64_t, double>(), "rank"_a, "streams"_a, "term"_a, "limit_s"_a)
+        .def("set_costs", &TcpGroup::set_costs, "alpha"_a, "beta"_a, "each"_a)
+        .def("after_fork", &TcpGroup::after_fork);
 }
