@@ -7,13 +7,15 @@ TORCH ?= torch==2.13.0
 PY := .venv/bin/python
 READY := .venv/.ready
 
-.PHONY: help setup demo test test-all check bench clean
+NATIVE := build/native/.built
+
+.PHONY: help setup native sanitize demo test test-all check bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: $(READY) ## fill .venv; again only after pyproject.toml changed
+setup: $(READY) $(NATIVE) ## fill .venv and build the core; again only after pyproject.toml or csrc/ changed
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Echelon needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make setup PYTHON=python3.11")'
@@ -21,6 +23,19 @@ $(READY): pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
+
+native: $(NATIVE) ## build the compiled core into echelon/native
+
+$(NATIVE): $(READY) $(wildcard csrc/*)
+	@mkdir -p build
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" cmake -S csrc -B build/native -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" > build/native.log 2>&1 \
+	  && PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --build build/native >> build/native.log 2>&1 \
+	  || { tail -n 40 build/native.log; echo "the compiled core did not build (needs a C++20 compiler); without it: ECHELON_NATIVE=0"; exit 1; }
+	@rm -f echelon/native/_core*.so && cp build/native/_core*.so echelon/native/
+	@touch $@
+
+sanitize: setup ## the core's stress program under ASan, UBSan and TSan
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh csrc/sanitize.sh
 
 demo: setup ## one script on 1, 2 and 4 workers, and the same result
 	@$(PY) examples/demo.py
@@ -41,5 +56,5 @@ bench: setup ## step times against torch's own; writes benchmarks/results (no pa
 	@$(PY) benchmarks/run.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv echelon/native/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
 // The one file that knows Python: pointers and sizes in, results out. Waiting happens without Python's lock.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/pair.h>
+
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <sched.h>
@@ -29,6 +30,7 @@ struct Work {
     }
     bool poll() { return engine->poll(*op); }
     bool met() const { return engine->met(*op); }
+    bool done() const { return engine->done(*op); }
     std::string what() const { return op->what(); }
     int peer() const {
         auto message = dynamic_cast<Message*>(op.get());
@@ -79,9 +81,9 @@ class CoreGroup {
         engine_->fail({std::move(peers), std::move(reason)});
     }
     bool failed() const { return engine_->failed(); }
-    std::pair<std::vector<int>, std::string> failure() const {
+    std::tuple<std::vector<int>, std::string, std::string> failure() const {
         Failure failure = engine_->failure();
-        return {failure.peers, failure.reason};
+        return {failure.peers, failure.reason, failure.cause};
     }
     void close() {
         nb::gil_scoped_release release;
@@ -169,6 +171,7 @@ Layout layout(uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes) { return
 }  // namespace
 
 NB_MODULE(_core, m) {
+    nb::set_leak_warnings(false);  // a script's globals may hold groups and buffers when the interpreter ends
     nb::exception<Error>(m, "CoreError", PyExc_OSError);
     std::vector<std::string> dtypes, ops, kinds;
     for (int i = 0; i < int(DType::count); i++) dtypes.push_back(name_of(DType(i)));
@@ -194,6 +197,7 @@ NB_MODULE(_core, m) {
         .def("wait", &Work::wait, "seconds"_a)
         .def("poll", &Work::poll)
         .def_prop_ro("met", &Work::met)
+        .def_prop_ro("done", &Work::done)
         .def_prop_ro("what", &Work::what)
         .def_prop_ro("peer", &Work::peer);
 

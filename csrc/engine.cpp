@@ -71,7 +71,7 @@ void Engine::give_up_on(const Op& op) {
     std::string names;
     std::vector<int> peers = op.behind();
     for (int peer : peers) names += (names.empty() ? "" : ", ") + std::to_string(peer);
-    fail({peers, op.what() + ": not over in time" + (names.empty() ? "" : ", waiting for rank " + names)});
+    fail({peers, op.what() + ": not over in time" + (names.empty() ? "" : ", waiting for rank " + names), "late"});
 }
 
 bool Engine::poll(Op& op) {
@@ -231,14 +231,14 @@ void Engine::close() {
         busy = !idle();
         driving_.unlock();
     }
-    if (busy) fail({{}, "closed while operations were under way"});
+    if (busy) fail({{}, "closed while operations were under way", "closed"});
     called_.notify_all();
     transport_->wake();
     if (thread_.joinable()) thread_.join();
     if (!failed()) {
         transport_->leave();
         std::lock_guard hold(failure_lock_);
-        failure_ = {{}, "this group is closed"};
+        failure_ = {{}, "this group is closed", "closed"};
         failed_.store(true, std::memory_order_release);
     }
 }

@@ -208,14 +208,17 @@ bool Shm::trouble(const std::vector<int>& behind, Failure& failure) {
             for (int i = 0; i < std::clamp(slot.num_blamed, 0, 15); i++)
                 if (slot.blamed[i] != rank) failure.peers.push_back(slot.blamed[i]);
             if (failure.peers.empty()) failure.peers.push_back(peer);
+            failure.cause = "gave up";
             return true;
         }
         if (state == State::left) {
             failure.peers.push_back(peer);
             failure.reason = "rank " + std::to_string(peer) + " has left";
+            failure.cause = "left";
         } else if (state == State::here && !alive(peer)) {
             failure.peers.push_back(peer);
             failure.reason = "rank " + std::to_string(peer) + " (pid " + std::to_string(slot.pid.load()) + ") is dead";
+            failure.cause = "dead";
         }
     }
     return !failure.peers.empty();

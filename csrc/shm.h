@@ -109,7 +109,7 @@ class Shm final : public Transport {
     void accept(std::shared_ptr<Op> op) override;
     bool serve(std::vector<std::shared_ptr<Op>>& finished) override;
     std::vector<std::shared_ptr<Op>> drop() override;
-    size_t num_served() const override { return sends_.size() + recvs_.size(); }
+    size_t num_served() const override { return sends_.size() + recvs_.size() + num_open_; }
     std::vector<int> served_behind() const override;
 
     // Per lane, on this side only: how many ticks and chunks were used so far.
@@ -150,6 +150,7 @@ class Shm final : public Transport {
     uint64_t end_ = 0;                                  // of my arena
     std::deque<std::shared_ptr<Message>> sends_, recvs_;
     std::vector<Incoming> incoming_;
+    size_t num_open_ = 0;  // messages that are being received: no longer in recvs_
 };
 
 // A message from one rank to another; peer -1 takes the next of anybody.

@@ -63,6 +63,7 @@ std::vector<std::shared_ptr<Op>> Shm::drop() {
         if (from.into) all.push_back(std::move(from.into));
     sends_.clear();
     recvs_.clear();
+    num_open_ = 0;
     return all;
 }
 
@@ -151,7 +152,7 @@ bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
         Frame frame;
         out_of_ring(memory, layout.ring_bytes, taken, reinterpret_cast<char*>(&frame), sizeof frame);
         if (frame.check != CHECK) {
-            engine->fail({{from}, "rank " + std::to_string(from) + " sent something that is not a message"});
+            engine->fail({{from}, "rank " + std::to_string(from) + " sent something that is not a message", "broken"});
             return false;
         }
         taken += sizeof frame;
@@ -166,12 +167,13 @@ bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
         if (wanted == recvs_.end()) {
             now.stash.resize(frame.bytes);
         } else if ((*wanted)->bytes != frame.bytes) {
-            engine->fail({{from}, unfit(from, frame.bytes, **wanted)});
+            engine->fail({{from}, unfit(from, frame.bytes, **wanted), "mismatch"});
             return false;
         } else {
             now.into = *wanted;
             now.into->peer = from;
             recvs_.erase(wanted);
+            num_open_++;
         }
     }
     uint64_t piece = std::min(there, now.bytes - now.done);
@@ -184,8 +186,10 @@ bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
         if (from != rank) knock(from);
     }
     if (now.done == now.bytes) {
-        if (now.into) finished.push_back(std::move(now.into));
-        else now.kept.push_back({now.tag, std::move(now.stash)});
+        if (now.into) {
+            finished.push_back(std::move(now.into));
+            num_open_--;
+        } else now.kept.push_back({now.tag, std::move(now.stash)});
         now.open = false;
         now.into.reset();
         now.stash = {};
@@ -203,7 +207,7 @@ void Shm::match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved) {
             auto found = std::find_if(kept.begin(), kept.end(), [&](auto& stash) { return stash.tag == (*it)->tag; });
             if (found == kept.end()) continue;
             if (found->bytes.size() != (*it)->bytes) {
-                engine->fail({{from}, unfit(from, found->bytes.size(), **it)});
+                engine->fail({{from}, unfit(from, found->bytes.size(), **it), "mismatch"});
                 return;
             }
             memcpy((*it)->x, found->bytes.data(), found->bytes.size());

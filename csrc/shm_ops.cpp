@@ -92,7 +92,7 @@ bool Collective::step() {
     else if (!shm.reached(lane, target)) return false;
     task.handle.resume();
     if (!task.handle.done()) return true;
-    if (!task.handle.promise().error.empty()) engine.fail({{}, task.handle.promise().error});
+    if (!task.handle.promise().error.empty()) engine.fail({{}, task.handle.promise().error, "broken"});
     if (engine.failed()) return true;
     if (next == nullptr) {
         over = true;
@@ -112,7 +112,7 @@ bool Collective::agreed() {
             (theirs.count == mine.count || request.kind == Kind::all_to_all))
             continue;
         engine.fail({{}, "the ranks called different operations: rank " + std::to_string(shm.rank) + " " + describe(mine) +
-                             ", rank " + std::to_string(peer) + " " + describe(theirs)});
+                             ", rank " + std::to_string(peer) + " " + describe(theirs), "mismatch"});
         return false;
     }
     return true;
@@ -294,7 +294,7 @@ Task Collective::exchange() {
                 if (sends == request.out_counts[peer]) continue;
                 engine.fail({{}, "all_to_all: rank " + std::to_string(peer) + " sends " + std::to_string(sends) + " " +
                                      name_of(request.dtype) + " to rank " + std::to_string(shm.rank) + ", which expects " +
-                                     std::to_string(request.out_counts[peer])});
+                                     std::to_string(request.out_counts[peer]), "mismatch"});
                 co_return;
             }
         }

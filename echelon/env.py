@@ -109,6 +109,11 @@ def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> d
     return env
 
 
+def native() -> bool:
+    """False when the user asks to go without the compiled core (ECHELON_NATIVE=0)."""
+    return os.environ.get(PREFIX + "NATIVE", "") != "0"
+
+
 def user_threads() -> int | None:
     """OMP_NUM_THREADS if the user set it: then we leave thread counts alone."""
     text = os.environ.get("OMP_NUM_THREADS", "")

@@ -118,6 +118,8 @@ def _wires(run: Run) -> list[str]:
     backend, address = run.world.groups.backend, run.place.address
     if backend == "alone":
         return []
+    if backend == "native":
+        return ["gradients through shared memory (no socket is open for them)"]
     where = (
         f"are on each host's address in the run's network ({address} here)" if address else "stay on loopback"
     )

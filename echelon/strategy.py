@@ -86,7 +86,8 @@ class Strategy:
     """Lossy coding of gradients for slow links."""
 
     backend: Literal["auto", "gloo", "nccl", "native", "threads"] = "auto"
-    """What carries collectives; auto takes NCCL for one GPU a worker, gloo otherwise, nothing for one worker."""
+    """What carries collectives; auto takes NCCL for one GPU a worker, the native core (shared memory) on one
+    host, gloo otherwise, nothing for one worker."""
 
     update: Literal["sync", "bounded", "async", "local"] = "sync"
     """How updates meet on a parameter server."""
@@ -257,7 +258,7 @@ def require_built(strategy: Strategy) -> None:
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
-    missing += [f"backend={strategy.backend}"] if strategy.backend in ("native", "threads") else []
+    missing += ["backend=threads"] if strategy.backend == "threads" else []
     if missing:
         raise StrategyError(
             f"this version of Echelon does not have {' nor '.join(missing)} yet",

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from echelon import env
+from echelon import env, native
 from echelon.clock import Deadline
-from echelon.comm import gloo
+from echelon.comm import gloo, handover
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Group
+from echelon.comm.handover import Meeting, Seat, StoreMeeting
+from echelon.comm.over_native import NativeGroup
 from echelon.comm.over_torch import OP_LIMIT_S, Blame, TorchGroup
+from echelon.comm.store import CoordinatorStore
 from echelon.control import net
 from echelon.control.member import Member
+from echelon.errors import UsageError
 
 BLAME_LIMIT_S = 3.0
+ENTER_S = 300.0
+"""The longest that ranks wait for each other to share memory; a death in between ends it at once."""
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -32,14 +39,16 @@ def device_for(local_rank: int) -> torch.device:
 
 
 def backend_for(asked: str, device: torch.device, workers: int, several_hosts: bool = False) -> str:
-    """The torch backend, or "alone" for one rank that nobody asked to talk. Across hosts NCCL is for those who ask:
-    a rank cannot see which GPUs the others have, and all must choose alike."""
-    if asked in ("gloo", "nccl"):
+    """What carries the gradients, or "alone" for one rank that nobody asked to talk. All ranks must choose alike, and a rank
+    cannot see which GPUs those of other hosts have: across hosts NCCL is for those who ask."""
+    if asked in ("gloo", "nccl", "native"):
         return asked
     if workers == 1:
         return "alone"
     enough = device.type == "cuda" and torch.cuda.device_count() >= workers
-    return "nccl" if enough and not several_hosts else "gloo"
+    if enough and not several_hosts:
+        return "nccl"
+    return "gloo" if several_hosts or native.core() is None else "native"
 
 
 class Groups:
@@ -50,6 +59,7 @@ class Groups:
     ) -> None:
         self.backend, self.rank, self.size, self.device, self.member = backend, rank, size, device, member
         self.made: list[Group] = []
+        self._store: CoordinatorStore | None = None
 
     def make(self, name: str = "gradients") -> Group:
         """A new group of all ranks; the first one also becomes torch.distributed's default group.
@@ -58,6 +68,8 @@ class Groups:
         group: Group
         if self.backend == "alone":
             group = AloneGroup(self.device)
+        elif self.backend == "native":
+            group = self._native(self._fresh(name))
         else:
             fresh = not dist.is_initialized()
             with self._bound():
@@ -68,6 +80,21 @@ class Groups:
             group = TorchGroup(pg, self.device, self._blame(), self._fresh(name))
         self.made.append(group)
         return group
+
+    def _native(self, name: str) -> Group:
+        core = native.core()
+        if core is None:
+            raise UsageError("backend=native needs the compiled core", remedy="Build it with `pip install .` or `make native`.")
+        deadline = Deadline.after(ENTER_S)
+        seat = Seat(self.rank, self.size, secrets.token_hex(32), "alone")
+        meeting: Meeting = StoreMeeting(dist.HashStore())  # type: ignore[attr-defined]
+        if self.member is not None:
+            seat = Seat(self.rank, self.size, self.member.token, self.member.place.run, self.member.term)
+            if self._store is None:
+                self._store = CoordinatorStore(self.member, name="native")
+            meeting = StoreMeeting(self._store)
+        group = handover.enter(core, meeting, seat, name, deadline)
+        return NativeGroup(group, self.rank, self.size, self.device, name, self._blame())
 
     def _bound(self) -> contextlib.AbstractContextManager[None]:
         """Among several hosts, the address that faces the others; on one, gloo's interface is enough."""
@@ -83,8 +110,6 @@ class Groups:
         if self.member is None:
             store = dist.HashStore()  # type: ignore[attr-defined]
         else:
-            from echelon.comm.store import CoordinatorStore
-
             store = CoordinatorStore(self.member)
             host, _ = net.split(self.member.place.coordinator)
             interface = net.interface_of(self.member.place.address or net.local_address(host))
@@ -101,6 +126,8 @@ class Groups:
     def close(self) -> None:
         for group in reversed(self.made):
             group.close()
+        if self._store is not None:
+            self._store.close()
 
 
 def _gone(roster: Callable[[], dict[int, dict[str, object]]], me: int) -> tuple[int, ...]:

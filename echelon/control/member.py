@@ -51,7 +51,7 @@ class Member:
         self.lost_events = 0
         self.answered = time.monotonic()
         """When the coordinator last answered a beat."""
-        self._token = token
+        self.token = token
         self._wake = threading.Condition()
         self._queue: collections.deque[dict[str, Any]] = collections.deque()
         self._num_sent = 0
@@ -86,7 +86,7 @@ class Member:
     def dial(self, deadline: Deadline | None = None) -> Client:
         """A further connection of this process, for the caller to close."""
         return Client.connect(
-            self.place.coordinator, self._token, self.identity, deadline or Deadline.after(CALL_S)
+            self.place.coordinator, self.token, self.identity, deadline or Deadline.after(CALL_S)
         )
 
     def emit(self, event: Event) -> None:

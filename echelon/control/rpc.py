@@ -12,8 +12,8 @@ import threading
 from typing import Any
 
 from echelon.clock import Deadline
-from echelon.control import calls, forks, frames, net
-from echelon.control.handshake import ClientSide, Identity
+from echelon.control import calls, forks, frames, greet, net
+from echelon.control.handshake import Identity
 from echelon.errors import AuthError, EchelonError, UsageError, WireError, WorldError
 
 __all__ = ["Client", "Identity", "Unreached"]
@@ -93,8 +93,8 @@ class Client:
         try:
             if wire is None:
                 raise ConnectionError("closed")
-            _send(wire, frame, deadline)
-            answer = self._opener.open(_receive(wire, frames.MAX_FRAME_BYTES, deadline))
+            greet.send(wire, frame, deadline)
+            answer = self._opener.open(greet.receive(wire, frames.MAX_FRAME_BYTES, deadline))
             answered = True
         except TimeoutError:
             raise Unreached(
@@ -134,11 +134,7 @@ class Client:
         wire = socket.create_connection((host, port), timeout=max(0.001, min(CONNECT_S, deadline.left_s)))
         try:
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            ours = ClientSide(self._token, self.identity)
-            _send(wire, ours.hello(), deadline)
-            challenge = frames.unpack(_receive(wire, frames.MAX_HELLO_BYTES, deadline))
-            _send(wire, ours.prove(challenge), deadline)
-            session = ours.finish(frames.unpack(_receive(wire, frames.MAX_HELLO_BYTES, deadline)))
+            session = greet.greet(wire, self._token, self.identity, deadline)
         except BaseException:
             wire.close()
             raise
@@ -190,24 +186,3 @@ def _ended(wire: socket.socket) -> bool:
     except OSError:
         return True
     return True
-
-
-def _send(wire: socket.socket, frame: bytes, deadline: Deadline) -> None:
-    wire.settimeout(max(0.001, deadline.left_s))
-    wire.sendall(frame)
-
-
-def _receive(wire: socket.socket, limit: int, deadline: Deadline) -> bytes:
-    header = _receive_exactly(wire, frames.LENGTH.size, deadline)
-    return _receive_exactly(wire, frames.length_of(header, limit), deadline)
-
-
-def _receive_exactly(wire: socket.socket, num_bytes: int, deadline: Deadline) -> bytes:
-    held = bytearray()
-    while len(held) < num_bytes:
-        wire.settimeout(max(0.001, deadline.left_s))
-        piece = wire.recv(min(num_bytes - len(held), 1 << 18))
-        if not piece:
-            raise ConnectionError("it was closed from the other side")
-        held += piece
-    return bytes(held)

@@ -15,7 +15,8 @@ from echelon.clock import Deadline
 from echelon.comm.group import Lost
 from tests.contract.group_contract import CHECKS
 
-run = echelon.init(backend="gloo")
+backend = sys.argv[2]
+run = echelon.init(backend=backend)
 dies = "die" in sys.argv
 for group, checks in ((run.world.gradients, CHECKS), (run.world.side, CHECKS[:2])):
     for check in checks[:1] if dies else checks:

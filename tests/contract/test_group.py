@@ -50,16 +50,18 @@ def test_threads(check, size):
 
 
 @pytest.mark.case("Group over torch.distributed with our store")
-@pytest.mark.parametrize("workers", [1, 3])
-def test_torch_over_our_store(launch, tmp_path, workers):
-    result = launch(WORKER, str(tmp_path), workers=workers)
+@pytest.mark.case("Group over shared memory")
+@pytest.mark.parametrize(("backend", "workers"), [("gloo", 1), ("gloo", 3), ("native", 1), ("native", 2), ("native", 5)])
+def test_real_processes(launch, tmp_path, backend, workers):
+    result = launch(WORKER, str(tmp_path), backend, workers=workers)
     assert result.code == 0, result.err
     assert len(list(tmp_path.glob("met-*"))) == workers
 
 
 @pytest.mark.case("Lost")
-def test_a_dead_peer_is_lost_for_the_others_and_named(launch, tmp_path):
-    result = launch(WORKER, str(tmp_path), "die", workers=3)
+@pytest.mark.parametrize("backend", ["gloo", "native"])
+def test_a_dead_peer_is_lost_for_the_others_and_named(launch, tmp_path, backend):
+    result = launch(WORKER, str(tmp_path), backend, "die", workers=3)
     assert result.code == 137
     assert [(tmp_path / f"lost-{r}").read_text() for r in (0, 1)] == ["(2,)", "(2,)"]
 
