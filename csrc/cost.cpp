@@ -10,6 +10,8 @@ int rounds(int size) {
     return num;
 }
 
+constexpr uint64_t MOST_SCRATCH = 4 << 20;  // what every rank's part may take here, before it is added up
+
 }  // namespace
 
 const char* name_of(Way way) {
@@ -23,15 +25,18 @@ double cost(Way way, Kind kind, uint64_t bytes, int size, const Costs& costs) {
     switch (kind) {
         case Kind::barrier:
         case Kind::all_gather:
+            if (way == Way::bruck && bytes * uint64_t(size) > MOST_SCRATCH) return -1;
             if (way == Way::flat) return once + others * whole;
             if (way == Way::bruck) return rounds(size) * (costs.alpha + costs.each) + others * whole;
             return -1;
         case Kind::all_reduce:
+            if (way != Way::slices && bytes * uint64_t(size) > MOST_SCRATCH) return -1;
             if (way == Way::flat) return once + others * whole;
             if (way == Way::bruck) return rounds(size) * (costs.alpha + costs.each) + others * whole;
             if (way == Way::slices) return 2 * once + 2 * others / size * whole;
             return -1;
         case Kind::reduce:
+            if (way != Way::slices && bytes * uint64_t(size) > MOST_SCRATCH) return -1;
             if (way == Way::flat) return once + others * whole;
             if (way == Way::slices) return 2 * once + 2 * others / size * whole;
             return -1;
@@ -46,10 +51,10 @@ double cost(Way way, Kind kind, uint64_t bytes, int size, const Costs& costs) {
 
 Way cheapest(Kind kind, uint64_t bytes, int size, const Costs& costs) {
     Way best = Way::flat;
-    double least = cost(best, kind, bytes, size, costs);
-    for (Way way : {Way::bruck, Way::slices, Way::tree}) {
+    double least = -1;
+    for (Way way : {Way::flat, Way::bruck, Way::slices, Way::tree}) {
         double seconds = cost(way, kind, bytes, size, costs);
-        if (seconds < 0 || seconds >= least) continue;
+        if (seconds < 0 || (least >= 0 && seconds >= least)) continue;
         best = way;
         least = seconds;
     }

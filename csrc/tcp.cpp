@@ -140,7 +140,7 @@ bool Tcp::progress() {
         }
         if (link.closed && !link.left) {
             int peer = link.streams[CONTROL].peer;
-            engine->fail({{peer}, "the connection to " + name(peer) + " is gone: " + link.why});
+            engine->fail({{peer}, "the connection to " + name(peer) + " is gone: " + link.why, link.cause});
             return true;
         }
     }
@@ -179,6 +179,7 @@ bool Tcp::read(Link& link, Stream& stream) {
             stream.readable = false;
         } else if (errno != EINTR) {
             bool silent = errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH;
+            if (silent) link.cause = "silent";
             ended(link, stream, silent ? "nothing was heard for " + std::to_string(int(options_.limit_s)) + " s" : strerror(errno));
         }
     }
@@ -249,7 +250,8 @@ bool Tcp::sound(const Stream& stream) {
     if (right && head.term == options_.term) return true;
     engine->fail({{stream.peer}, right ? name(stream.peer) + " sent a frame of term " + std::to_string(head.term) + "; this is term " +
                                              std::to_string(options_.term)
-                                       : name(stream.peer) + " sent something that is not a frame"});
+                                       : name(stream.peer) + " sent something that is not a frame",
+                  "broken"});
     return false;
 }
 
@@ -274,7 +276,8 @@ bool Tcp::begin_frame(Link& link, Stream& stream) {
         call.root = head.root;
         call.count = head.count;
         engine->fail({{}, "the ranks called different operations: " + name(stream.peer) + " " + describe(call) + " as number " +
-                              std::to_string(head.number) + ", which is over on " + name(rank)});
+                              std::to_string(head.number) + ", which is over on " + name(rank),
+                      "mismatch"});
         return false;
     }
     stream.to = found->second->place(stream.peer, head);
@@ -390,6 +393,7 @@ bool Tcp::trouble(const std::vector<int>& behind, Failure& failure) {
         if (link.left ? waited && all_ended : link.ended_ns != 0 && now_ns() - link.ended_ns > JUDGE_NS) {
             failure.peers.push_back(peer);
             failure.reason = link.left ? name(peer) + " has left" : "the connection to " + name(peer) + " is gone: " + link.why;
+            failure.cause = link.left ? "left" : link.cause;
         }
     }
     return !failure.peers.empty();
@@ -421,6 +425,7 @@ void Tcp::hear_failure(int peer, Link& link) {
     size_t begin = std::min(link.words.size(), sizeof num * size_t(num + 1));
     std::string reason(link.words.data() + begin, link.words.size() - begin);
     bool passed_on = reason.starts_with("rank ") && reason.find(" gave up: ") != std::string::npos;
+    heard.cause = "gave up";
     heard.reason = passed_on ? reason : name(peer) + " gave up: " + reason;
     engine->fail(std::move(heard));
 }

@@ -115,6 +115,7 @@ class Tcp final : public Transport {
         std::vector<char> words;           // a failure's payload
         bool left = false, closed = false; // said goodbye; gone without one
         std::string why;
+        const char* cause = "dead";
         int64_t ended_ns = 0;              // when a data stream ended first
         // messages
         uint64_t lent = 0;                 // bytes sent that it has not taken yet

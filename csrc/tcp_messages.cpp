@@ -109,7 +109,7 @@ std::shared_ptr<Message> Tcp::wanted(int peer, int32_t tag) {
 bool Tcp::fits(int peer, uint64_t bytes, const Message& message) {
     if (bytes == message.bytes) return true;
     engine->fail({{peer}, "rank " + std::to_string(peer) + " sent " + std::to_string(bytes) + " bytes (tag " +
-                              std::to_string(message.tag) + ") to a recv of " + std::to_string(message.bytes) + " bytes"});
+                              std::to_string(message.tag) + ") to a recv of " + std::to_string(message.bytes) + " bytes", "mismatch"});
     return false;
 }
 
@@ -118,7 +118,7 @@ char* Tcp::take_message(int peer, Link& link, const Head& head) {
     if (What(head.what) == What::payload) {
         auto found = link.promised.find(head.number);
         if (found == link.promised.end() || found->second->bytes != head.bytes) {
-            engine->fail({{peer}, "rank " + std::to_string(peer) + " sent a message that nobody asked for"});
+            engine->fail({{peer}, "rank " + std::to_string(peer) + " sent a message that nobody asked for", "broken"});
             return nullptr;
         }
         link.into = std::move(found->second);
@@ -128,7 +128,7 @@ char* Tcp::take_message(int peer, Link& link, const Head& head) {
     }
     const bool offered = What(head.what) == What::offer;
     if (head.bytes != (offered ? 0 : head.total) || (!offered && weight(head.bytes) > WINDOW_BYTES)) {
-        engine->fail({{peer}, "rank " + std::to_string(peer) + " sent something that is not a message"});
+        engine->fail({{peer}, "rank " + std::to_string(peer) + " sent something that is not a message", "broken"});
         return nullptr;
     }
     link.coming = {head.root, head.total, head.number, offered, {}};

@@ -58,7 +58,7 @@ bool TcpCollective::step() {
     if (!task.handle.done()) task.handle.resume();
     if (!task.handle.done()) return moved;
     if (!task.handle.promise().error.empty()) {
-        engine.fail({{}, task.handle.promise().error});
+        engine.fail({{}, task.handle.promise().error, "broken"});
         return true;
     }
     if (unsent > 0 || !all_landed()) return moved;
@@ -137,11 +137,11 @@ char* TcpCollective::place(int peer, const Head& head) {
         call.root = head.root;
         call.count = head.count;
         engine.fail({{}, "the ranks called different operations: rank " + std::to_string(tcp.rank) + " " + what() + ", rank " +
-                             std::to_string(peer) + " " + describe(call)});
+                             std::to_string(peer) + " " + describe(call), "mismatch"});
         return nullptr;
     }
     if (head.slot >= num_slots || head.offset > head.total || head.bytes > head.total - head.offset) {
-        engine.fail({{peer}, "rank " + std::to_string(peer) + " sent a frame that belongs nowhere"});
+        engine.fail({{peer}, "rank " + std::to_string(peer) + " sent a frame that belongs nowhere", "broken"});
         return nullptr;
     }
     Inlet& in = inlet(member, head.slot);
@@ -151,7 +151,8 @@ char* TcpCollective::place(int peer, const Head& head) {
                                       name_of(request.dtype) + " to rank " + std::to_string(tcp.rank) + ", which expects " +
                                       std::to_string(in.total / element)
                                 : what() + ": rank " + std::to_string(peer) + " and rank " + std::to_string(tcp.rank) +
-                                      " went different ways about it"});
+                                      " went different ways about it",
+                     "mismatch"});
         return nullptr;
     }
     in.begun = true;
