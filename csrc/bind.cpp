@@ -137,8 +137,8 @@ class ShmGroup final : public CoreGroup {
 
 class TcpGroup final : public CoreGroup {
   public:
-    TcpGroup(int rank, const std::vector<std::vector<int>>& streams, uint64_t term, double limit_s) {
-        auto tcp = std::make_unique<Tcp>(rank, streams, Tcp::Options{term, limit_s});
+    TcpGroup(int rank, const std::vector<std::vector<int>>& streams, uint64_t term, double limit_s, std::string congestion) {
+        auto tcp = std::make_unique<Tcp>(rank, streams, Tcp::Options{term, limit_s, std::move(congestion)});
         tcp_ = tcp.get();
         engine_ = std::make_shared<Engine>(std::move(tcp));
         engine_->spin_ns = engine_->yield_ns = 0;  // a wire is slower than waking up
@@ -220,7 +220,8 @@ NB_MODULE(_core, m) {
     nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup")
         .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a);
     nb::class_<TcpGroup, CoreGroup>(m, "TcpGroup")
-        .def(nb::init<int, const std::vector<std::vector<int>>&, uint64_t, double>(), "rank"_a, "streams"_a, "term"_a, "limit_s"_a)
+        .def(nb::init<int, const std::vector<std::vector<int>>&, uint64_t, double, std::string>(), "rank"_a, "streams"_a, "term"_a,
+             "limit_s"_a, "congestion"_a)
         .def("set_costs", &TcpGroup::set_costs, "alpha"_a, "beta"_a, "each"_a)
         .def("after_fork", &TcpGroup::after_fork);
 }

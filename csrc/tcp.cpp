@@ -71,6 +71,8 @@ Tcp::~Tcp() {
 void Tcp::watch(Stream& stream) {
     fcntl(stream.fd, F_SETFL, fcntl(stream.fd, F_GETFL) | O_NONBLOCK);
     set(stream.fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    const std::string& control = options_.congestion;  // where it is not allowed, the system's stays
+    if (!control.empty()) setsockopt(stream.fd, IPPROTO_TCP, TCP_CONGESTION, control.data(), socklen_t(control.size()));
     if (stream.kind == CONTROL) {  // probes begin after a quarter of the limit, and the kernel gives up at the limit
         int limit_ms = std::max(2000, int(options_.limit_s * 1000));
         set(stream.fd, SOL_SOCKET, SO_KEEPALIVE, 1);

@@ -48,7 +48,8 @@ class Tcp final : public Transport {
   public:
     struct Options {
         uint64_t term = 0;
-        double limit_s = 10;  // a host that is silent for so long is lost
+        double limit_s = 10;     // a host that is silent for so long is lost
+        std::string congestion;  // which control the kernel uses; empty: the system's
     };
     // streams[peer]: control, messages, then the same number for each lane. Takes the descriptors over. Empty for my own rank.
     Tcp(int rank, const std::vector<std::vector<int>>& streams, Options options);

@@ -27,6 +27,9 @@ STREAMS = 2
 LIMIT_S = 10.0
 """A host from which nothing is heard for so long is lost."""
 
+CONGESTION = "cubic"
+"""Several flows meet in each host's link: BBR, some systems' default, leaves 5 to 8 % of it unused there (docs/log.md)."""
+
 MAX_WAITING = 128
 """Connections that have not said a word yet; the oldest makes room."""
 
@@ -67,14 +70,19 @@ class _Arrivals:
 
 
 def enter(
-    core: Any, meeting: Meeting, seat: Seat, name: str, address: str, deadline: Deadline, limit_s: float = LIMIT_S
+    core: Any,
+    meeting: Meeting,
+    seat: Seat,
+    name: str,
+    address: str,
+    deadline: Deadline,
+    limit_s: float = LIMIT_S,
 ) -> Any:
     """The core's group over TCP; blocks until all are connected. Every rank calls it with the same name.
 
     `address` is the one that the others reach this rank at; nothing listens on any other, and nothing after this call."""
     links = connect(meeting, seat, name, address, deadline)
-    group = core.TcpGroup(seat.rank, links, seat.term, limit_s)  # the descriptors are the core's now
-    return group
+    return core.TcpGroup(seat.rank, links, seat.term, limit_s, CONGESTION)  # the descriptors are the core's now
 
 
 def connect(meeting: Meeting, seat: Seat, name: str, address: str, deadline: Deadline) -> list[list[int]]:
@@ -96,12 +104,16 @@ def connect(meeting: Meeting, seat: Seat, name: str, address: str, deadline: Dea
         wires.update(arrivals.streams)
         undo.callback(_close_all, {-1: arrivals.waiting})
         _admit_all(listening, arrivals, deadline)
-        links = [[wire.detach() for wire in wires.get(peer, []) if wire is not None] for peer in range(seat.size)]
+        links = [
+            [wire.detach() for wire in wires.get(peer, []) if wire is not None] for peer in range(seat.size)
+        ]
         wires.clear()
         return links
 
 
-def _reach(where: tuple[str, int], seat: Seat, peer: int, name: str, stream: int, deadline: Deadline) -> socket.socket:
+def _reach(
+    where: tuple[str, int], seat: Seat, peer: int, name: str, stream: int, deadline: Deadline
+) -> socket.socket:
     host, port = where
     try:
         wire = socket.create_connection((host, port), timeout=max(0.001, deadline.left_s))
