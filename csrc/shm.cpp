@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,12 +19,42 @@ constexpr uint32_t VERSION = 1;
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(what + ": " + strerror(errno)); }
 
+#if defined(ECHELON_ONE_MAPPING)
+// The stress program plays all ranks in one process: one address for each byte, so that a sanitizer sees who meets whom.
+struct Mapping { char* at; int users; };
+std::mutex mappings_lock;
+std::map<std::tuple<ino_t, uint64_t, uint64_t>, Mapping> mappings;
+
+char* map(int fd, uint64_t offset, uint64_t bytes) {
+    struct stat about;
+    fstat(fd, &about);
+    std::lock_guard hold(mappings_lock);
+    Mapping& one = mappings[{about.st_ino, offset, bytes}];
+    if (one.users++ == 0) one.at = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, off_t(offset)));
+    return one.at;
+}
+
+void unmap(void* at, uint64_t bytes) {
+    std::lock_guard hold(mappings_lock);
+    for (auto it = mappings.begin(); it != mappings.end(); ++it) {
+        if (it->second.at != at || std::get<2>(it->first) != bytes) continue;
+        if (--it->second.users == 0) {
+            munmap(at, bytes);
+            mappings.erase(it);
+        }
+        return;
+    }
+}
+#else
+void unmap(void* at, uint64_t bytes) { munmap(at, bytes); }
+
 char* map(int fd, uint64_t offset, uint64_t bytes) {
     void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, off_t(offset));
     if (at == MAP_FAILED) refuse("cannot map " + std::to_string(bytes) + " bytes of shared memory");
     madvise(at, bytes, MADV_HUGEPAGE);  // if the system allows it; it costs nothing to ask
     return static_cast<char*>(at);
 }
+#endif
 
 void allot(int fd, uint64_t offset, uint64_t bytes) {
     int failed;
@@ -53,7 +84,7 @@ void Shm::format(int control_fd, const Layout& layout, uint64_t term) {
     Slot* slots = reinterpret_cast<Slot*>(at + sizeof(Header));
     for (uint64_t r = 0; r < layout.size; r++) new (slots + r) Slot{};
     header->magic = MAGIC;
-    munmap(at, layout.control_bytes());
+    unmap(at, layout.control_bytes());
 }
 
 void Shm::reserve(int arena_fd, const Layout& layout) {
@@ -83,11 +114,11 @@ Shm::Shm(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t t
 
 Shm::~Shm() {
     leave();
-    for (auto& [at, region] : mine_) munmap(region.at, region.bytes);
+    for (auto& [at, region] : mine_) unmap(region.at, region.bytes);
     for (auto& peer : theirs_)
-        for (auto& [offset, region] : peer) munmap(region.at, region.bytes);
-    for (char* base : bases_) munmap(base, layout.base_bytes());
-    munmap(header_, layout.control_bytes());
+        for (auto& [offset, region] : peer) unmap(region.at, region.bytes);
+    for (char* base : bases_) unmap(base, layout.base_bytes());
+    unmap(header_, layout.control_bytes());
     close(control_fd_);
     for (int fd : arena_fds_) close(fd);
 }
@@ -140,7 +171,7 @@ void Shm::release(char* buffer) {
     if (found == mine_.end()) return;
     Region region = found->second;
     mine_.erase(found);
-    munmap(region.at, region.bytes);
+    unmap(region.at, region.bytes);
     fallocate(arena_fds_[rank], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(region.offset), off_t(region.bytes));
 }
 

@@ -1,0 +1,261 @@
+// Random operations among ranks that are threads of one process, checked against what they must give. For sanitizers.
+//
+//     stress [seed] [operations] [ranks]
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <functional>
+#include <random>
+
+#include "kernels.h"
+#include "shm_ops.h"
+
+using namespace echelon;
+
+namespace {
+
+constexpr uint64_t CHUNK = 65536, RING = 65536;
+constexpr int64_t LIMIT_NS = 120'000'000'000;
+
+[[noreturn]] void die(const std::string& what) {
+    fprintf(stderr, "stress: %s\n", what.c_str());
+    fflush(nullptr);
+    _exit(1);
+}
+
+// What rank r brings at place i of operation n: small, so that every type adds it up exactly.
+int brings(uint64_t n, int r, uint64_t i) { return int((n * 7 + uint64_t(r) * 13 + i * 3 + i / 5) % 3); }
+
+struct Array {
+    DType dtype;
+    std::vector<char> own;
+    char* at;
+    Array(DType dtype, uint64_t count, char* elsewhere = nullptr) : dtype(dtype) {
+        if (elsewhere == nullptr) own.resize(count * size_of(dtype) + 1);
+        at = elsewhere == nullptr ? own.data() : elsewhere;
+    }
+    void set(uint64_t i, int v) {
+        switch (dtype) {
+            case DType::f32: reinterpret_cast<float*>(at)[i] = float(v); break;
+            case DType::f64: reinterpret_cast<double*>(at)[i] = v; break;
+            case DType::i32: reinterpret_cast<int32_t*>(at)[i] = v; break;
+            default: at[i] = char(v);
+        }
+    }
+    int get(uint64_t i) const {
+        switch (dtype) {
+            case DType::f32: return int(reinterpret_cast<float*>(at)[i]);
+            case DType::f64: return int(reinterpret_cast<double*>(at)[i]);
+            case DType::i32: return reinterpret_cast<int32_t*>(at)[i];
+            default: return at[i];
+        }
+    }
+};
+
+struct Flying {
+    std::shared_ptr<Op> op;
+    std::shared_ptr<Array> x, out;
+    std::function<void()> check;
+};
+
+class Rank {
+  public:
+    Rank(int rank, int size, int control, const std::vector<int>& arenas) : rank(rank), size(size) {
+        std::vector<int> fds;
+        for (int fd : arenas) fds.push_back(dup(fd));
+        auto transport = std::make_unique<Shm>(rank, dup(control), fds, 1);
+        shm = transport.get();
+        engine = std::make_unique<Engine>(std::move(transport));
+        engine->spin_ns = 1000;
+        engine->yield_ns = 20000;
+    }
+
+    // All ranks draw the same numbers, so they call the same operations in the same order.
+    bool run(uint64_t seed, uint64_t operations, bool may_end_early) {
+        std::mt19937_64 draw(seed);
+        std::vector<Flying> flying;
+        for (uint64_t n = 0; n < operations; n++) {
+            flying.push_back(begin(n, draw));
+            if (draw() % 3 != 0 && flying.size() < 8) continue;
+            while (!flying.empty()) {  // in any order
+                uint64_t which = draw() % flying.size();
+                Flying one = std::move(flying[which]);
+                flying.erase(flying.begin() + long(which));
+                if (!engine->wait(*one.op, now_ns() + LIMIT_NS)) {
+                    if (may_end_early) return false;
+                    die("rank " + std::to_string(rank) + " lost " + one.op->what() + ": " + engine->failure().reason);
+                }
+                one.check();
+            }
+        }
+        for (Flying& one : flying) {
+            if (engine->wait(*one.op, now_ns() + LIMIT_NS)) one.check();
+            else if (!may_end_early) die("lost at the end: " + engine->failure().reason);
+        }
+        return !engine->failed();
+    }
+
+    const int rank, size;
+    Shm* shm;
+    std::unique_ptr<Engine> engine;
+
+  private:
+    Flying begin(uint64_t n, std::mt19937_64& draw) {
+        static const DType dtypes[] = {DType::f32, DType::f64, DType::i32, DType::i8};
+        static const RedOp ops[] = {RedOp::sum, RedOp::max, RedOp::min};
+        Request request;
+        request.kind = Kind(draw() % uint64_t(Kind::count));
+        request.dtype = dtypes[draw() % 4];
+        request.op = ops[draw() % 3];
+        request.root = int(draw() % uint64_t(size));
+        request.lane = int(draw() % 4 == 0);
+        uint64_t scale = draw() % 10, count = scale < 5 ? draw() % 20 : scale < 8 ? draw() % 5000 : draw() % 90000;
+        request.count = request.kind == Kind::barrier ? 0 : count;
+        bool in_segment = draw() % 3 == 0, mixed = draw() % 4 == 0;
+        if (request.kind == Kind::all_to_all) return exchange(n, std::move(request), count);
+        bool spread = request.kind == Kind::reduce_scatter || request.kind == Kind::scatter;
+        bool gathers = request.kind == Kind::all_gather || request.kind == Kind::gather;
+        char* elsewhere = nullptr;
+        if (in_segment && request.kind == Kind::all_reduce && !(mixed && rank % 2)) {
+            elsewhere = shm->allocate(count * size_of(request.dtype) + 1);
+            held.push_back(elsewhere);
+        }
+        auto x = std::make_shared<Array>(request.dtype, count * (spread ? size : 1), elsewhere);
+        for (uint64_t i = 0; i < count * uint64_t(spread ? size : 1); i++) x->set(i, brings(n, rank, i));
+        auto out = std::make_shared<Array>(request.dtype, count * uint64_t(gathers ? size : 1));
+        request.x = x->at;
+        request.out = out->at;
+        Request asked = request;
+        auto op = std::make_shared<Collective>(*engine, *shm, std::move(request));
+        engine->submit(op);
+        return {op, x, out, [=, this] { check(n, asked, *x, *out); }};
+    }
+
+    Flying exchange(uint64_t n, Request request, uint64_t count) {
+        uint64_t sends = 0, takes = 0;
+        for (int r = 0; r < size; r++) {
+            request.counts.push_back(count * uint64_t((rank * 3 + r) % 4) / 3);
+            request.out_counts.push_back(count * uint64_t((r * 3 + rank) % 4) / 3);
+            sends += request.counts.back();
+            takes += request.out_counts.back();
+        }
+        request.count = 0;
+        auto x = std::make_shared<Array>(request.dtype, sends), out = std::make_shared<Array>(request.dtype, takes);
+        uint64_t at = 0;
+        for (int r = 0; r < size; r++)
+            for (uint64_t i = 0; i < request.counts[r]; i++) x->set(at++, brings(n + r, rank, i));
+        request.x = x->at;
+        request.out = out->at;
+        auto counts = request.out_counts;
+        auto op = std::make_shared<Collective>(*engine, *shm, std::move(request));
+        engine->submit(op);
+        return {op, x, out, [=, this] {
+                    uint64_t from = 0;
+                    for (int r = 0; r < size; r++)
+                        for (uint64_t i = 0; i < counts[r]; i++) expect(n, "all_to_all", out->get(from++), brings(n + rank, r, i));
+                }};
+    }
+
+    int fold(uint64_t n, RedOp op, uint64_t i) const {
+        int total = brings(n, 0, i);
+        for (int r = 1; r < size; r++) {
+            int next = brings(n, r, i);
+            total = op == RedOp::sum ? total + next : op == RedOp::max ? std::max(total, next) : std::min(total, next);
+        }
+        return total;
+    }
+
+    void expect(uint64_t n, const char* what, int got, int wanted) const {
+        if (got != wanted)
+            die("operation " + std::to_string(n) + " " + what + " on rank " + std::to_string(rank) + ": " + std::to_string(got) +
+                " instead of " + std::to_string(wanted));
+    }
+
+    void check(uint64_t n, const Request& r, const Array& x, const Array& out) const {
+        const char* what = name_of(r.kind);
+        bool root = r.root == rank;
+        for (uint64_t i = 0; i < r.count; i++) switch (r.kind) {
+                case Kind::all_reduce: expect(n, what, x.get(i), fold(n, r.op, i)); break;
+                case Kind::reduce: expect(n, what, x.get(i), root ? fold(n, r.op, i) : brings(n, rank, i)); break;
+                case Kind::broadcast: expect(n, what, x.get(i), brings(n, r.root, i)); break;
+                case Kind::reduce_scatter: expect(n, what, out.get(i), fold(n, r.op, uint64_t(rank) * r.count + i)); break;
+                case Kind::scatter: expect(n, what, out.get(i), brings(n, r.root, uint64_t(rank) * r.count + i)); break;
+                case Kind::all_gather:
+                case Kind::gather:
+                    for (int peer = 0; peer < size && (root || r.kind == Kind::all_gather); peer++)
+                        expect(n, what, out.get(uint64_t(peer) * r.count + i), brings(n, peer, i));
+                    break;
+                default: break;
+            }
+    }
+
+    std::vector<char*> held;
+};
+
+// Messages in a ring while collectives go on: tags taken in another order than they were sent.
+void messages(Rank& rank, uint64_t seed, int rounds) {
+    std::mt19937_64 draw(seed);
+    int right = (rank.rank + 1) % rank.size, left = (rank.rank + rank.size - 1) % rank.size;
+    for (int round = 0; round < rounds; round++) {
+        uint64_t bytes = draw() % 3 == 0 ? draw() % 300000 : draw() % 500;
+        std::vector<char> a(bytes + 1, char(round)), b(bytes + 1, char(round + 1)), c(bytes + 1), d(bytes + 1);
+        std::vector<std::shared_ptr<Op>> ops = {
+            std::make_shared<Message>(true, a.data(), bytes, right, 1), std::make_shared<Message>(true, b.data(), bytes, right, 2),
+            std::make_shared<Message>(false, d.data(), bytes, left, 2), std::make_shared<Message>(false, c.data(), bytes, left, 1)};
+        for (auto& op : ops) rank.engine->submit(op);
+        for (auto& op : ops)
+            if (!rank.engine->wait(*op, now_ns() + LIMIT_NS)) die("a message was lost: " + rank.engine->failure().reason);
+        if (bytes && (c[bytes - 1] != char(round) || d[0] != char(round + 1))) die("a message came wrong");
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    uint64_t seed = argc > 1 ? strtoull(argv[1], nullptr, 10) : uint64_t(now_ns());
+    uint64_t operations = argc > 2 ? strtoull(argv[2], nullptr, 10) : 2000;
+    int most = argc > 3 ? atoi(argv[3]) : 5;
+    printf("stress: seed %llu, %llu operations, 2 to %d ranks, %s kernels\n", (unsigned long long)seed, (unsigned long long)operations,
+           most, kernels().name);
+    std::mt19937_64 draw(seed);
+    uint64_t done = 0, ended = 0;
+    for (int game = 0; done < operations; game++) {
+        int size = 2 + int(draw() % uint64_t(most - 1));
+        Layout layout{uint64_t(size), CHUNK, RING};
+        int control = memfd_create("control", MFD_CLOEXEC);
+        Shm::format(control, layout, 1);
+        std::vector<int> arenas;
+        for (int r = 0; r < size; r++) {
+            arenas.push_back(memfd_create("arena", MFD_CLOEXEC));
+            Shm::reserve(arenas.back(), layout);
+        }
+        std::vector<std::unique_ptr<Rank>> ranks;
+        for (int r = 0; r < size; r++) ranks.push_back(std::make_unique<Rank>(r, size, control, arenas));
+        uint64_t part = 50 + draw() % 200, game_seed = draw();
+        bool cancels = draw() % 4 == 0;
+        int64_t when_us = int64_t(draw() % 30000);
+        std::vector<std::thread> threads;
+        std::atomic<int> lost{0};
+        for (auto& rank : ranks)
+            threads.emplace_back([&, part] {
+                if (!rank->run(game_seed, part, cancels)) lost++;
+                if (!cancels) messages(*rank, game_seed, 10);
+            });
+        if (cancels) {
+            usleep(useconds_t(when_us));
+            ranks[size_t(game) % ranks.size()]->engine->fail({{}, "cancelled on purpose"});
+        }
+        for (auto& thread : threads) thread.join();
+        for (auto& rank : ranks) rank->engine->close();
+        ranks.clear();
+        close(control);
+        for (int fd : arenas) close(fd);
+        done += part;
+        ended += uint64_t(lost > 0);
+    }
+    printf("stress: %llu operations were right, %llu games were cancelled and ended clean\n", (unsigned long long)done, (unsigned long long)ended);
+    return 0;
+}
