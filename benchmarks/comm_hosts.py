@@ -33,7 +33,7 @@ def worker(rank: int, size: int, folder: Path, address: str, rounds: int, sizes:
 
     from echelon import native
     from echelon.clock import Deadline
-    from echelon.comm import mesh
+    from echelon.comm import hosts
     from echelon.comm.handover import Seat, StoreMeeting
     from echelon.comm.over_native import NativeGroup
 
@@ -41,7 +41,7 @@ def worker(rank: int, size: int, folder: Path, address: str, rounds: int, sizes:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     store = dist.FileStore(str(folder / "store"), size)
     seat = Seat(rank, size, "token", "benchmark")
-    core = mesh.enter(native.core(), StoreMeeting(dist.PrefixStore("mesh", store)), seat, "g", address, Deadline.after(60))
+    core = hosts.enter(native.core(), StoreMeeting(dist.PrefixStore("mesh", store)), seat, "g", address, Deadline.after(60))
     ours = NativeGroup(core, rank, size, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
 

@@ -8,9 +8,9 @@
 
 #include <sched.h>
 
+#include "hier.h"
 #include "kernels.h"
 #include "shm_ops.h"
-#include "tcp_ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -135,6 +135,12 @@ class ShmGroup final : public CoreGroup {
     Shm* shm_;  // owned by the engine
 };
 
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> plain_buffer(uint64_t bytes) {
+    char* at = new (std::align_val_t(64)) char[bytes + 1]();
+    nb::capsule owner(at, [](void* p) noexcept { operator delete[](static_cast<char*>(p), std::align_val_t(64)); });
+    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
+}
+
 class TcpGroup final : public CoreGroup {
   public:
     TcpGroup(int rank, const std::vector<std::vector<int>>& streams, uint64_t term, double limit_s, std::string congestion) {
@@ -144,11 +150,7 @@ class TcpGroup final : public CoreGroup {
         engine_->spin_ns = engine_->yield_ns = 0;  // a wire is slower than waking up
     }
 
-    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override {
-        char* at = new (std::align_val_t(64)) char[bytes + 1]();
-        nb::capsule owner(at, [](void* p) noexcept { operator delete[](static_cast<char*>(p), std::align_val_t(64)); });
-        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
-    }
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override { return plain_buffer(bytes); }
     void set_costs(double alpha, double beta, double each) { tcp_->costs = {alpha, beta, each}; }
     void after_fork() { tcp_->after_fork(); }
 
@@ -157,6 +159,30 @@ class TcpGroup final : public CoreGroup {
         return std::make_shared<TcpCollective>(*engine_, *tcp_, Team::everybody(*tcp_), std::move(request));
     }
     Tcp* tcp_;  // owned by the engine
+};
+
+class HierGroup final : public CoreGroup {
+  public:
+    HierGroup(int rank, std::vector<std::vector<int>> hosts, const std::vector<std::vector<int>>& streams, uint64_t term,
+              double limit_s, std::string congestion, int local_rank, int control_fd, const std::vector<int>& arena_fds) {
+        auto hier = std::make_unique<Hier>(std::make_unique<Tcp>(rank, streams, Tcp::Options{term, limit_s, std::move(congestion)}),
+                                           std::make_unique<Shm>(local_rank, control_fd, arena_fds, term), std::move(hosts));
+        hier_ = hier.get();
+        engine_ = std::make_shared<Engine>(std::move(hier));
+        hier_->belongs_to(engine_.get());
+        rest_after(hier_->shm->size);
+    }
+
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override { return plain_buffer(bytes); }
+    void set_costs(double alpha, double beta, double each) { hier_->tcp->costs = {alpha, beta, each}; }
+    void after_fork() { hier_->tcp->after_fork(); }
+
+  private:
+    std::shared_ptr<Op> make(Request request) override {
+        if (HierCollective::handles(*hier_, request)) return std::make_shared<HierCollective>(*engine_, *hier_, std::move(request));
+        return std::make_shared<TcpCollective>(*engine_, *hier_->tcp, Team::everybody(*hier_->tcp), std::move(request));
+    }
+    Hier* hier_;  // owned by the engine
 };
 
 void fold(uintptr_t dst, const std::vector<uintptr_t>& srcs, uint64_t count, int dtype, int op) {
@@ -224,4 +250,10 @@ NB_MODULE(_core, m) {
              "limit_s"_a, "congestion"_a)
         .def("set_costs", &TcpGroup::set_costs, "alpha"_a, "beta"_a, "each"_a)
         .def("after_fork", &TcpGroup::after_fork);
+    nb::class_<HierGroup, CoreGroup>(m, "HierGroup")
+        .def(nb::init<int, std::vector<std::vector<int>>, const std::vector<std::vector<int>>&, uint64_t, double, std::string, int, int,
+                      const std::vector<int>&>(),
+             "rank"_a, "hosts"_a, "streams"_a, "term"_a, "limit_s"_a, "congestion"_a, "local_rank"_a, "control_fd"_a, "arena_fds"_a)
+        .def("set_costs", &HierGroup::set_costs, "alpha"_a, "beta"_a, "each"_a)
+        .def("after_fork", &HierGroup::after_fork);
 }

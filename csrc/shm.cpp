@@ -135,6 +135,7 @@ void Shm::post(int lane) {
 void Shm::knock(int peer) {
     Slot& slot = slots_[peer];
     if (slot.sleeping.load(std::memory_order_seq_cst) == 0) return;
+    if (on_knock) return on_knock(peer);
     slot.doorbell.fetch_add(1, std::memory_order_seq_cst);
     futex_wake(slot.doorbell, true);
 }

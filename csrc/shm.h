@@ -7,6 +7,7 @@
 // the kernel lets go when the process dies, whoever else inherited the descriptor.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -111,6 +112,9 @@ class Shm final : public Transport {
     std::vector<std::shared_ptr<Op>> drop() override;
     size_t num_served() const override { return sends_.size() + recvs_.size() + num_open_; }
     std::vector<int> served_behind() const override;
+
+    // How a peer that sleeps is woken, when it does not sleep on its doorbell.
+    std::function<void(int)> on_knock;
 
     // Per lane, on this side only: how many ticks and chunks were used so far.
     struct Cursor { uint32_t tick = 0, in = 0, res = 0, number = 0; } cursors[NUM_LANES];

@@ -24,12 +24,6 @@ NUM_LANES = 2
 STREAMS = 2
 """For each lane and peer, beside one for control and one for messages."""
 
-LIMIT_S = 10.0
-"""A host from which nothing is heard for so long is lost."""
-
-CONGESTION = "cubic"
-"""Several flows meet in each host's link: BBR, some systems' default, leaves 5 to 8 % of it unused there (docs/log.md)."""
-
 MAX_WAITING = 128
 """Connections that have not said a word yet; the oldest makes room."""
 
@@ -69,24 +63,10 @@ class _Arrivals:
         return True
 
 
-def enter(
-    core: Any,
-    meeting: Meeting,
-    seat: Seat,
-    name: str,
-    address: str,
-    deadline: Deadline,
-    limit_s: float = LIMIT_S,
-) -> Any:
-    """The core's group over TCP; blocks until all are connected. Every rank calls it with the same name.
-
-    `address` is the one that the others reach this rank at; nothing listens on any other, and nothing after this call."""
-    links = connect(meeting, seat, name, address, deadline)
-    return core.TcpGroup(seat.rank, links, seat.term, limit_s, CONGESTION)  # the descriptors are the core's now
-
-
 def connect(meeting: Meeting, seat: Seat, name: str, address: str, deadline: Deadline) -> list[list[int]]:
-    """Descriptors to every rank, empty for this one: control, messages, then STREAMS for each lane."""
+    """Descriptors to every rank, empty for this one: control, messages, then STREAMS for each lane. Blocks until all are
+    connected. `address` is the one that the others reach this rank at: nothing listens on any other, and nothing after this
+    call. Every rank calls it with the same name."""
     num = 2 + NUM_LANES * STREAMS
     wires: dict[int, list[socket.socket | None]] = {}
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,4 +1,6 @@
-"""One rank of a group over TCP, started by hand: RANK SIZE FOLDER ADDRESS WHAT…; the ranks meet in a file of FOLDER."""
+"""One rank of a group among hosts: RANK SIZE FOLDER ADDRESS HOST WHAT…; the ranks meet in a file of FOLDER.
+
+HOST is the host that the rank says to be on: ranks with one HOST share memory."""
 
 import os
 import signal
@@ -13,13 +15,13 @@ import torch.distributed as dist
 
 from echelon import native
 from echelon.clock import Deadline
-from echelon.comm import mesh
+from echelon.comm import hosts
 from echelon.comm.group import Lost
 from echelon.comm.handover import Seat, StoreMeeting
 from echelon.comm.over_native import NativeGroup
 from tests.contract.group_contract import CHECKS, met
 
-rank, size, folder, address, *what = sys.argv[1:]
+rank, size, folder, address, host, *what = sys.argv[1:]
 rank, size, folder = int(rank), int(size), Path(folder)
 core = native.core()
 meeting = StoreMeeting(dist.FileStore(str(folder / "meeting"), size))
@@ -27,7 +29,7 @@ seat = Seat(rank, size, "token of this test", "test")
 
 
 def group(name: str = "group", limit_s: float = 3.0) -> NativeGroup:
-    made = mesh.enter(core, meeting, seat, name, address, Deadline.after(60), limit_s)
+    made = hosts.enter(core, meeting, seat, name, address, Deadline.after(60), where=host, limit_s=limit_s)
     return NativeGroup(made, rank, size, torch.device("cpu"), name)
 
 
