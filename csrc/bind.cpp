@@ -152,7 +152,10 @@ class TcpGroup final : public CoreGroup {
 
     nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override { return plain_buffer(bytes); }
     void set_costs(double alpha, double beta, double each) { tcp_->costs = {alpha, beta, each}; }
-    void after_fork() { tcp_->after_fork(); }
+    void after_fork() {
+        tcp_->after_fork();
+        engine_->after_fork();
+    }
 
   private:
     std::shared_ptr<Op> make(Request request) override {
@@ -175,7 +178,10 @@ class HierGroup final : public CoreGroup {
 
     nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override { return plain_buffer(bytes); }
     void set_costs(double alpha, double beta, double each) { hier_->tcp->costs = {alpha, beta, each}; }
-    void after_fork() { hier_->tcp->after_fork(); }
+    void after_fork() {
+        hier_->tcp->after_fork();
+        engine_->after_fork();
+    }
 
   private:
     std::shared_ptr<Op> make(Request request) override {
@@ -245,12 +251,12 @@ NB_MODULE(_core, m) {
         .def("close", &CoreGroup::close);
     nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup")
         .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a);
-    nb::class_<TcpGroup, CoreGroup>(m, "TcpGroup")
+    nb::class_<TcpGroup, CoreGroup>(m, "TcpGroup", nb::is_weak_referenceable())
         .def(nb::init<int, const std::vector<std::vector<int>>&, uint64_t, double, std::string>(), "rank"_a, "streams"_a, "term"_a,
              "limit_s"_a, "congestion"_a)
         .def("set_costs", &TcpGroup::set_costs, "alpha"_a, "beta"_a, "each"_a)
         .def("after_fork", &TcpGroup::after_fork);
-    nb::class_<HierGroup, CoreGroup>(m, "HierGroup")
+    nb::class_<HierGroup, CoreGroup>(m, "HierGroup", nb::is_weak_referenceable())
         .def(nb::init<int, std::vector<std::vector<int>>, const std::vector<std::vector<int>>&, uint64_t, double, std::string, int, int,
                       const std::vector<int>&>(),
              "rank"_a, "hosts"_a, "streams"_a, "term"_a, "limit_s"_a, "congestion"_a, "local_rank"_a, "control_fd"_a, "arena_fds"_a)

@@ -13,6 +13,7 @@ from typing import Any
 from echelon.clock import Deadline
 from echelon.comm import handover, mesh
 from echelon.comm.handover import Meeting, Seat
+from echelon.control import forks
 from echelon.errors import WorldError
 
 LIMIT_S = 10.0
@@ -62,6 +63,7 @@ def enter(
             return core.HierGroup(seat.rank, hosts, links, term, limit_s, CONGESTION, rank, control, arenas)
 
         group = handover.enter(core, meeting, local, f"{name}/{number}", deadline, make)
+    forks.register(group)
     _agree_on_costs(group, seat, hosts[-1][0], deadline)
     return group
 
