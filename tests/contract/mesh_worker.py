@@ -49,12 +49,44 @@ def die() -> None:
     """The last rank dies in the middle of an operation."""
     g = group()
     met(g.barrier())
-    x = torch.ones(8 << 20)
-    work = g.all_reduce(x)
+    work = g.all_reduce(torch.ones(8 << 20))
     if rank == size - 1:
+        (folder / "died").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     lost(work.wait(Deadline.after(30)))
-    lost(g.barrier().wait(Deadline.after(1)))
+    assert isinstance(g.barrier().wait(Deadline.after(1)), Lost), "a lost group stays lost"
+
+
+def run_until_lost() -> None:
+    g = group()
+    x = torch.ones(1 << 20)
+    for turn in range(1 << 30):
+        outcome = g.all_reduce(x, "max").wait(Deadline.after(60))
+        if turn == 3:
+            (folder / f"going-{rank}").touch()
+        if isinstance(outcome, Lost):
+            return lost(outcome)
+
+
+def think(seconds: str) -> None:
+    """The last rank comes late, to an operation larger than what sockets hold."""
+    g = group()
+    met(g.barrier())
+    if rank == size - 1:
+        time.sleep(float(seconds))
+    x = torch.ones(16 << 20)
+    met(g.all_reduce(x))
+    assert torch.all(x == size)
+    met(g.barrier())
+
+
+def storm(num: str, seed: str) -> None:
+    """Random operations, several in flight, all known to every rank: what they must give is computed by the reference."""
+    from tests.contract.storm import Storm
+
+    g = group()
+    Storm(g, int(seed)).run(int(num))
+    g.close()
 
 
 if __name__ == "__main__":
