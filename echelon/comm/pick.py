@@ -84,7 +84,10 @@ class Groups:
     def _native(self, name: str) -> Group:
         core = native.core()
         if core is None:
-            raise UsageError("backend=native needs the compiled core", remedy="Build it with `pip install .` or `make native`.")
+            raise UsageError(
+                "backend=native needs the compiled core",
+                remedy="Build it with `pip install .` or `make native`.",
+            )
         deadline = Deadline.after(ENTER_S)
         seat = Seat(self.rank, self.size, secrets.token_hex(32), "alone")
         meeting: Meeting = StoreMeeting(dist.HashStore())  # type: ignore[attr-defined]

@@ -51,7 +51,9 @@ def test_threads(check, size):
 
 @pytest.mark.case("Group over torch.distributed with our store")
 @pytest.mark.case("Group over shared memory")
-@pytest.mark.parametrize(("backend", "workers"), [("gloo", 1), ("gloo", 3), ("native", 1), ("native", 2), ("native", 5)])
+@pytest.mark.parametrize(
+    ("backend", "workers"), [("gloo", 1), ("gloo", 3), ("native", 1), ("native", 2), ("native", 5)]
+)
 def test_real_processes(launch, tmp_path, backend, workers):
     result = launch(WORKER, str(tmp_path), backend, workers=workers)
     assert result.code == 0, result.err

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "echelon"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "env", "strategy", "events", "faults", "activity"),
-    ("mesh",),
+    ("mesh", "native"),
     ("comm", "control"),
     ("data", "elastic", "checkpoint"),
     ("parallel",),
@@ -45,6 +45,7 @@ ENGINES = ("data", "elastic", "checkpoint")
 """Layer 3: they meet only through layers 1 and 2, so they do not know each other."""
 
 NEEDS_TORCH = (
+    "native",
     "comm",
     "data",
     "checkpoint",
