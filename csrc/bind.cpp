@@ -91,6 +91,29 @@ class ShmGroup {
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
     }
 
+    // The limit to measure against: an all_reduce of float32 as a bare loop over the ranks' buffers, with nothing around it but two
+    // meetings. `buffer` came from buffer() on every rank, with a first page for the meetings; the numbers lie behind it.
+    void plain_loop(uintptr_t buffer, uint64_t count) {
+        nb::gil_scoped_release release;
+        Call call{};
+        if (!shm_->find(reinterpret_cast<void*>(buffer), 4096 + 4 * count, call)) throw Error("not a buffer of this group");
+        std::vector<char*> all;
+        for (int peer = 0; peer < shm_->size; peer++) all.push_back(shm_->of_peer(peer, call));
+        auto* arrived = reinterpret_cast<std::atomic<uint32_t>*>(all[0]);
+        auto meet = [&] {
+            uint32_t size = uint32_t(shm_->size), goal = (arrived->fetch_add(1) / size + 1) * size;
+            for (uint32_t turn = 1; int32_t(arrived->load(std::memory_order_acquire) - goal) < 0; turn++)
+                turn % 1024 ? cpu_pause() : void(sched_yield());
+        };
+        uint64_t per = (count / shm_->size + 15) / 16 * 16, begin = std::min(count, per * shm_->rank);
+        uint64_t end = shm_->rank == shm_->size - 1 ? count : std::min(count, begin + per);
+        std::vector<void*> at;
+        for (char* one : all) at.push_back(one + 4096 + 4 * begin);
+        meet();
+        kernels().fold_to(at.data(), shm_->size, at.data(), shm_->size, end - begin, DType::f32, RedOp::sum);
+        meet();
+    }
+
     void abort(std::vector<int> peers, std::string reason) {
         nb::gil_scoped_release release;
         engine_->fail({std::move(peers), std::move(reason)});
@@ -164,6 +187,7 @@ NB_MODULE(_core, m) {
         .def("all_to_all", &ShmGroup::all_to_all)
         .def("message", &ShmGroup::message)
         .def("buffer", &ShmGroup::buffer)
+        .def("plain_loop", &ShmGroup::plain_loop)
         .def("abort", &ShmGroup::abort)
         .def_prop_ro("failed", &ShmGroup::failed)
         .def("failure", &ShmGroup::failure)

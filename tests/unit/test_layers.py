@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "failure",
         "role",
     ),
-    ("launch", "show", "torchrun", "start", "cli", "__main__"),
+    ("launch", "show", "torchrun", "start", "bench", "cli", "__main__"),
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
