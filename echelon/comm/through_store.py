@@ -1,0 +1,30 @@
+"""A Group whose ranks meet through torch's store: what stands under the PyTorch backend.
+
+The store is the boundary of trust: whoever can speak to it can join the group.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.clock import Deadline
+from echelon.comm.alone import AloneGroup
+from echelon.comm.group import Group
+from echelon.comm.over_torch import TorchGroup
+
+
+def make(store: dist.Store, rank: int, size: int, name: str, deadline: Deadline) -> Group:
+    """The Group of these ranks. Blocks until all of them have come, at most until the deadline.
+
+    Every rank calls this with a store that shows it the same keys (and no other group's), and with the same name, which
+    is what people read when somebody is waited for in it.
+    """
+    if size == 1:
+        return AloneGroup()
+    limit = timedelta(seconds=max(0.001, deadline.left_s))
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, limit)  # type: ignore[attr-defined]
+    return TorchGroup(gloo, torch.device("cpu"), name=name, timed=True)
