@@ -59,7 +59,8 @@ def suite_class() -> type[unittest.TestCase]:
     module = types.ModuleType(name)
     module.__file__ = found.origin
     sys.modules[name] = module
-    exec(compile(adapted(Path(found.origin).read_text()), found.origin, "exec"), module.__dict__)
+    source = adapted(Path(found.origin).read_text())
+    exec(compile(source, found.origin, "exec", dont_inherit=True), module.__dict__)
 
     class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):
         def setUp(self) -> None:
@@ -98,7 +99,7 @@ def over(backend: str, world_size: int, only: list[str], timeout_s: int, log: Pa
         out = Path(folder) / "verdicts"
         environment = os.environ | {
             "BACKEND": backend, "WORLD_SIZE": str(world_size), "TEMP_DIR": folder, "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "INIT_METHOD": "file://",
+            "GLOO_SOCKET_IFNAME": "lo", "INIT_METHOD": f"file://{folder}/meeting",
         }  # fmt: skip
         command = [sys.executable, __file__, "--inside", str(out), "--timeout-s", str(timeout_s)]
         command += [part for name in only for part in ("--only", name)]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from echelon.backend import monitored, sparse
 from echelon.backend.request import OnLost, Request, Waiter
@@ -24,7 +26,7 @@ from echelon.errors import UsageError
 
 CLOSE_S = 5.0
 
-_T = dist.ReduceOp.RedOpType
+_T: Any = dist.ReduceOp.RedOpType
 _OPS: dict[Any, Op] = {
     _T.SUM: "sum", _T.AVG: "avg", _T.MIN: "min", _T.MAX: "max", _T.PRODUCT: "prod", _T.BAND: "and", _T.BOR: "or",
     _T.BXOR: "xor",
@@ -35,14 +37,18 @@ class RefusedError(UsageError, ValueError, RuntimeError):
     """A call that cannot mean anything, as whoever calls torch.distributed may expect to catch it."""
 
 
-class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+_TorchProcessGroup: Any = dist.ProcessGroup
+"""Its stubs know one spelling of each call; it takes several."""
+
+
+class ProcessGroup(_TorchProcessGroup):
     """See torch.distributed.ProcessGroup. Every operation begins at once and returns a Request.
 
     `on_lost`: when given, lost operations complete with zeros and it is told; otherwise waiting raises.
     """
 
     def __init__(
-        self, group: Group, store: dist.Store, name: str, timeout: timedelta, on_lost: OnLost | None = None
+        self, group: Group, store: Store, name: str, timeout: timedelta, on_lost: OnLost | None = None
     ) -> None:
         super().__init__(group.rank, group.size)
         self.group, self.store, self.timeout, self.on_lost = group, store, timeout, on_lost
@@ -53,8 +59,15 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- reduce ----------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Request:
-        opts = opts or dist.AllreduceOptions()
+    def allreduce(
+        self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, *, op: Any = None, timeout: Any = None
+    ) -> Request:
+        """`opts` may be a ReduceOp as well."""
+        if not isinstance(opts, dist.AllreduceOptions):
+            op, opts = op or opts, dist.AllreduceOptions()
+            opts.reduceOp = op or dist.ReduceOp.SUM
+            opts.timeout = timeout or opts.timeout
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if tensors[0].layout is not torch.strided:
             return self._sparse(tensors[0], opts)
         stage = Stage(tensors)
@@ -88,7 +101,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._alike("reduce_scatter", inputs[0], outputs[0])
         stage = Stage(outputs)
         out, x = stage.write(outputs[0]), stage.read_rows(inputs[0])
-        return self._begin("reduce_scatter", stage, opts, lambda: self.group.reduce_scatter(out, x, _op(opts)))
+        return self._begin(
+            "reduce_scatter", stage, opts, lambda: self.group.reduce_scatter(out, x, _op(opts))
+        )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Request:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -108,8 +123,14 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- move ------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Request:
-        opts = opts or dist.BroadcastOptions()
+    def broadcast(
+        self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, *, root: int = 0, timeout: Any = None
+    ) -> Request:
+        """`opts` may be the root as well."""
+        if not isinstance(opts, dist.BroadcastOptions):
+            root, opts = root if opts is None else opts, dist.BroadcastOptions()
+            opts.rootRank, opts.timeout = root, timeout or opts.timeout
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         stage = Stage(tensors)
         x = stage.change(tensors[0])
         return self._begin("broadcast", stage, opts, lambda: self.group.broadcast(x, opts.rootRank))
@@ -117,14 +138,14 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Request:
-        return self._all_gather(outputs, inputs, opts or dist.AllgatherOptions())
+        return self._all_gather(outputs, inputs, opts or AllgatherOptions())
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Request:
         """outputs[r][i] becomes rank r's inputs[i]."""
         by_input = [[of_rank[i] for of_rank in outputs] for i in range(len(inputs))]
-        return self._all_gather(by_input, inputs, opts or dist.AllgatherOptions())
+        return self._all_gather(by_input, inputs, opts or AllgatherOptions())
 
     def _all_gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
@@ -147,7 +168,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for output, input in zip(outputs, inputs, strict=True):
             self._rows("all_gather_single", output, input)
             pairs.append((stage.write(output).reshape(self.group.size, -1), stage.read(input).reshape(-1)))
-        return self._begin("all_gather_single", stage, opts or dist.AllgatherOptions(), *(
+        return self._begin("all_gather_single", stage, opts or AllgatherOptions(), *(
             lambda out=out, x=x: self.group.all_gather(out, x) for out, x in pairs
         ))  # fmt: skip
 
@@ -183,7 +204,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         stage = Stage([output])
         out, x = stage.write(output).reshape(-1), stage.read(input).reshape(-1)
         return self._begin(
-            "all_to_all", stage, opts or dist.AllToAllOptions(), lambda: self.group.all_to_all(out, x, *counts)
+            "all_to_all",
+            stage,
+            opts or dist.AllToAllOptions(),
+            lambda: self.group.all_to_all(out, x, *counts),
         )
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Request:
@@ -191,7 +215,10 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         out, x = stage.write_flat(outputs), stage.read_flat(inputs)
         counts = [x.numel() for x in outputs], [x.numel() for x in inputs]
         return self._begin(
-            "all_to_all", stage, opts or dist.AllToAllOptions(), lambda: self.group.all_to_all(out, x, *counts)
+            "all_to_all",
+            stage,
+            opts or dist.AllToAllOptions(),
+            lambda: self.group.all_to_all(out, x, *counts),
         )
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Request:
@@ -217,14 +244,17 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- meet ------------------------------------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None) -> Request:
-        return self._begin("barrier", Stage(), opts or dist.BarrierOptions(), self.group.barrier)
+    def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> Request:
+        opts = opts or dist.BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        return self._begin("barrier", Stage(), opts, self.group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Blocks; raises on every rank with the names of those that rank 0 did not see in time."""
         self._monitored += 1
-        store = dist.PrefixStore(f"monitored-{self._monitored}/", self.store)
-        limit = timeout or self.timeout
+        store = PrefixStore(f"monitored-{self._monitored}/", self.store)
+        limit = self.timeout if timeout is None else timeout
         monitored.barrier(store, self.group.rank, self.group.size, limit.total_seconds(), wait_all_ranks)
 
     _allgather_base = all_gather_single
@@ -312,10 +342,14 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         rows = x.shape[0] if x.dim() else 1
         if not splits:
             if rows % self.group.size:
-                raise RefusedError(f"all_to_all_single: {rows} rows cannot be dealt evenly to {self.group.size} ranks")
+                raise RefusedError(
+                    f"all_to_all_single: {rows} rows cannot be dealt evenly to {self.group.size} ranks"
+                )
             splits = [rows // self.group.size] * self.group.size
         if sum(splits) != rows or len(splits) != self.group.size:
-            raise RefusedError(f"all_to_all_single: splits {list(splits)} do not cut {rows} rows for {self.group.size} ranks")
+            raise RefusedError(
+                f"all_to_all_single: splits {list(splits)} do not cut {rows} rows for {self.group.size} ranks"
+            )
         row = x.numel() // rows if rows else 0
         return [n * row for n in splits]
 

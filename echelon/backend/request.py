@@ -118,7 +118,7 @@ class Request(dist.Work):  # type: ignore[misc]
                     self.stage.zero()
                     self.on_lost(outcome)
                 else:
-                    self.error = lost_error(self.what, outcome)
+                    self.error = lost_error(self.what, outcome, deadline)
             finally:
                 self._over = True
 
@@ -167,10 +167,15 @@ class Request(dist.Work):  # type: ignore[misc]
         return self.source_rank()
 
 
-def lost_error(what: str, lost: Lost) -> OperationLost:
-    who = f" without rank{'s' if len(lost.peers) > 1 else ''} {', '.join(map(str, lost.peers))}" if lost.peers else ""
+def lost_error(what: str, lost: Lost, deadline: Deadline) -> OperationLost:
+    who = (
+        f" without rank{'s' if len(lost.peers) > 1 else ''} {', '.join(map(str, lost.peers))}"
+        if lost.peers
+        else ""
+    )
+    when = " before its timeout was over" if deadline.passed else ""
     return OperationLost(
-        f"{what} did not meet{who}: {lost.reason or 'no reason is known'}",
+        f"{what} did not meet{who}{when}: {lost.reason or 'no reason is known'}",
         remedy="A process died, or did not call the same operation in time. This process group is of no further use.",
         peers=lost.peers,
     )  # fmt: skip

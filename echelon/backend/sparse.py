@@ -25,9 +25,13 @@ def all_reduce(group: Group, x: Tensor, stage: Stage, deadline: Deadline) -> lis
     def put() -> None:
         parts = [(all_indices[r, :, :n], all_values[r, :n]) for r, n in enumerate(counts.tolist())]
         total = torch.sparse_coo_tensor(
-            torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), x.shape
+            torch.cat([i for i, _ in parts], 1),
+            torch.cat([v for _, v in parts]),
+            x.shape,
+            check_invariants=True,
         )
-        x.detach().copy_(total.coalesce().to(x.device))
+        with torch.no_grad():  # not x.detach(), which would have entries of its own
+            x.copy_(total.coalesce().to(x.device))
 
     stage.then(put)
     return [

@@ -61,7 +61,9 @@ class Stage:
         together = _neighbours(tensors)
         if together is not None:
             return together
-        rows = torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device=tensors[0].device)
+        rows = torch.empty(
+            (len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device=tensors[0].device
+        )
         plain = self.write(rows)
         self._back.append(lambda: [x.data.copy_(row) for x, row in zip(tensors, rows, strict=True)])
         return plain

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from echelon.clock import Deadline
 from echelon.comm.alone import AloneGroup
@@ -17,7 +17,7 @@ from echelon.comm.group import Group
 from echelon.comm.over_torch import TorchGroup
 
 
-def make(store: dist.Store, rank: int, size: int, name: str, deadline: Deadline) -> Group:
+def make(store: Store, rank: int, size: int, name: str, deadline: Deadline) -> Group:
     """The Group of these ranks. Blocks until all of them have come, at most until the deadline.
 
     Every rank calls this with a store that shows it the same keys (and no other group's), and with the same name, which
@@ -26,5 +26,5 @@ def make(store: dist.Store, rank: int, size: int, name: str, deadline: Deadline)
     if size == 1:
         return AloneGroup()
     limit = timedelta(seconds=max(0.001, deadline.left_s))
-    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, limit)  # type: ignore[attr-defined]
+    gloo: Any = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, limit)
     return TorchGroup(gloo, torch.device("cpu"), name=name, timed=True)

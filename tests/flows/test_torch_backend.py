@@ -30,7 +30,13 @@ def start(folder: Path, script: Path, *args: str, ranks: int = 2) -> list[subpro
     """Plain processes with the variables that torchrun would set; what they say is in rank-R.txt."""
     port, processes = free_port(), []
     for rank in range(ranks):
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         env = environment(folder) | {k: str(v) for k, v in told.items()}
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (folder / f"rank-{rank}.txt").open("wb") as said:

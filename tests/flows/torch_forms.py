@@ -1,6 +1,6 @@
 """A plain torch program: DDP, FSDP2, tensor parallel and a pipeline over gloo and over ours, and the numbers of each.
 
-    python torch_forms.py FOLDER        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as torchrun does
+python torch_forms.py FOLDER        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as torchrun does
 """
 
 import sys
