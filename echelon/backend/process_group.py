@@ -90,8 +90,9 @@ class ProcessGroup(_TorchProcessGroup):
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Request:
         opts = opts or dist.ReduceOptions()
-        stage = Stage(tensors)
-        x = stage.change(tensors[0]) if opts.rootRank == self.group.rank else stage.read(tensors[0])
+        root = opts.rootRank == self.group.rank
+        stage = Stage(tensors, kept=not root)
+        x = stage.change(tensors[0]) if root else stage.read(tensors[0])
         return self._begin("reduce", stage, opts, lambda: self.group.reduce(x, opts.rootRank, _op(opts)))
 
     def reduce_scatter(
@@ -128,11 +129,12 @@ class ProcessGroup(_TorchProcessGroup):
     ) -> Request:
         """`opts` may be the root as well."""
         if not isinstance(opts, dist.BroadcastOptions):
-            root, opts = root if opts is None else opts, dist.BroadcastOptions()
-            opts.rootRank, opts.timeout = root, timeout or opts.timeout
+            given, opts = root if opts is None else opts, dist.BroadcastOptions()
+            opts.rootRank, opts.timeout = given, timeout or opts.timeout
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        stage = Stage(tensors)
-        x = stage.change(tensors[0])
+        mine = opts.rootRank == self.group.rank
+        stage = Stage(tensors, kept=mine)
+        x = stage.read(tensors[0]) if mine else stage.write(tensors[0])
         return self._begin("broadcast", stage, opts, lambda: self.group.broadcast(x, opts.rootRank))
 
     def allgather(

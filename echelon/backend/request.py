@@ -21,6 +21,10 @@ OnLost = Callable[[Lost], None]
 """Told of an operation that was lost, when the program shall go on with zeros."""
 
 
+ABOUT_S = 0.05
+"""A carrier may round a timeout down."""
+
+
 class OperationLost(PeerLost, dist.DistBackendError):  # type: ignore[misc]
     """An operation of torch.distributed did not meet."""
 
@@ -40,6 +44,11 @@ class Waiter:
     def take(self, request: Request) -> None:
         if not request.ordered:
             threading.Thread(target=request.complete, name=f"{self.name} {request.what}", daemon=True).start()
+            return
+        if (
+            threading.current_thread() is self._thread
+        ):  # a callback of a future asks for the next one and may wait for it
+            request.complete()
             return
         with self._lock:
             if self._thread is None:
@@ -173,7 +182,7 @@ def lost_error(what: str, lost: Lost, deadline: Deadline) -> OperationLost:
         if lost.peers
         else ""
     )
-    when = " before its timeout was over" if deadline.passed else ""
+    when = " before its timeout was over" if deadline.left_s < ABOUT_S else ""
     return OperationLost(
         f"{what} did not meet{who}{when}: {lost.reason or 'no reason is known'}",
         remedy="A process died, or did not call the same operation in time. This process group is of no further use.",

@@ -16,11 +16,13 @@ from torch import Tensor
 class Stage:
     """The tensors of one operation. `ready()` before it begins, `finish()` or `zero()` when it is over."""
 
-    __slots__ = ("_back", "_devices", "outputs")
+    __slots__ = ("_back", "_devices", "_zeroed", "outputs")
 
-    def __init__(self, outputs: Sequence[Tensor] = ()) -> None:
+    def __init__(self, outputs: Sequence[Tensor] = (), kept: bool = False) -> None:
         self.outputs = list(outputs)
         """What the program gets back: the result of its Work and of its future."""
+        self._zeroed = [] if kept else self.outputs
+        """`kept`: they are this rank's own values, which a loss leaves alone."""
         self._back: list[Callable[[], object]] = []
         self._devices: set[torch.device] = set()
 
@@ -105,7 +107,7 @@ class Stage:
 
     def zero(self) -> None:
         """The operation was lost, and the program shall go on: its outputs are zeros."""
-        for x in self.outputs:
+        for x in self._zeroed:
             x.data.zero_()
         self.ready()
 

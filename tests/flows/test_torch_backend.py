@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -135,12 +134,13 @@ def test_a_lost_operation_in_a_run_of_ours_completes_with_zeros_and_marks_the_st
 
 
 SAMPLE = (
-    "test_all_reduce_group_sum", "test_all_to_all_single_unequal_split", "test_send_recv_any_source", "test_reduce_scatter_v_cuda",
-    "test_sparse_all_reduce_sum", "test_all_gather_coalesced_simple", "test_gather_object", "test_ddp_uneven_inputs",
-    "test_scatter_group", "test_DistributedDataParallel_non_default_stream", "test_ddp_hook_parity_allreduce",
+    "test_DistributedDataParallelCPU_grad_is_view", "test_all_gather_coalesced_with_empty", "test_all_reduce_sum_async",
+    "test_barrier_timeout_full_group", "test_batch_isend_irecv_gloo_tags", "test_gather_full_group", "test_get_future",
+    "test_scatter_object_list", "test_send_recv_any_source", "test_sparse_all_reduce_sum",
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.case("torch's own suite over our backend")
 def test_a_sample_of_torchs_own_suite_passes_wherever_gloo_passes(tmp_path):
     command = [sys.executable, str(ROOT / "tests" / "torch_suite.py"), "--out", str(tmp_path / "out.json")]
@@ -150,5 +150,4 @@ def test_a_sample_of_torchs_own_suite_passes_wherever_gloo_passes(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = json.loads((tmp_path / "out.json").read_text())["echelon"]
-    assert sum(verdict["verdict"] == "passed" for verdict in verdicts.values()) >= 7, done.stdout
-    assert os.path.exists(tmp_path / "out.json")
+    assert {name: verdicts[name]["verdict"] for name in SAMPLE} == dict.fromkeys(SAMPLE, "passed")

@@ -62,6 +62,19 @@ def ddp_uneven(rank, size):
     return {name: p.grad for name, p in net.named_parameters()}
 
 
+def ddp_powersgd(rank, size):
+    """A comm hook whose callback waits for a further collective."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    net = DistributedDataParallel(model(5))
+    net.register_comm_hook(
+        PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook
+    )
+    for step in range(4):
+        nn.functional.mse_loss(net(batch(step, rank)[0]), batch(step, rank)[1]).backward()
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
 def fsdp(rank, size):
     mesh = init_device_mesh("cpu", (size,))
     net = model(2)
@@ -98,7 +111,7 @@ def pipeline(rank, size):
     return results
 
 
-FORMS = (ddp, ddp_uneven, fsdp, tensor_parallel, pipeline)
+FORMS = (ddp, ddp_uneven, ddp_powersgd, fsdp, tensor_parallel, pipeline)
 
 
 def main(folder):

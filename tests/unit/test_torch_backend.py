@@ -88,6 +88,18 @@ def test_a_future_is_completed_without_a_wait():
     together_of(groups(2), act)
 
 
+def test_a_callback_of_a_future_may_wait_for_a_further_one():
+    def act(pg):
+        def again(future):
+            return pg.allreduce([future.value()[0]]).get_future().wait()[0]
+
+        x = torch.ones(2)
+        assert pg.allreduce([x]).get_future().then(again).wait().tolist() == [4.0, 4.0]
+        pg.shutdown()
+
+    together_of(groups(2), act)
+
+
 def test_messages_travel_between_two_and_name_their_sender():
     def act(pg):
         if pg.rank() == 0:
@@ -138,7 +150,18 @@ def test_a_lost_operation_completes_with_zeros_where_somebody_is_told():
     assert a.all_gather_single(out, x).get_future().wait()[0] is out
     assert not x.any()
     assert not out.any()
-    assert [lost.reason for lost in told] == ["this process group was aborted"] * 2
+    own, others = torch.ones(2), torch.ones(2)
+    a.broadcast(own, 0).wait()
+    a.broadcast(others, 1).wait()
+    a.reduce([own], _to(1)).wait()
+    assert (own.tolist(), others.tolist()) == ([1, 1], [0, 0])
+    assert [lost.reason for lost in told] == ["this process group was aborted"] * 5
+
+
+def _to(root):
+    options = dist.ReduceOptions()
+    options.rootRank = root
+    return options
 
 
 def test_what_cannot_be_asked_is_a_runtime_error_with_a_remedy():
