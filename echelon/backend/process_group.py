@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from echelon.backend import monitored, sparse
+from echelon.backend import monitored, shapes, sparse
 from echelon.backend.request import OnLost, Request, Waiter
+from echelon.backend.shapes import RefusedError
 from echelon.backend.stage import Stage
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Op, Work
@@ -31,10 +32,6 @@ _OPS: dict[Any, Op] = {
     _T.SUM: "sum", _T.AVG: "avg", _T.MIN: "min", _T.MAX: "max", _T.PRODUCT: "prod", _T.BAND: "and", _T.BOR: "or",
     _T.BXOR: "xor",
 }  # fmt: skip
-
-
-class RefusedError(UsageError, ValueError, RuntimeError):
-    """A call that cannot mean anything, as whoever calls torch.distributed may expect to catch it."""
 
 
 _TorchProcessGroup: Any = dist.ProcessGroup
@@ -99,7 +96,7 @@ class ProcessGroup(_TorchProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Request:
         opts = opts or dist.ReduceScatterOptions()
-        self._alike("reduce_scatter", inputs[0], outputs[0])
+        shapes.alike(self.group.size, "reduce_scatter", inputs[0], outputs[0])
         stage = Stage(outputs)
         out, x = stage.write(outputs[0]), stage.read_rows(inputs[0])
         return self._begin(
@@ -115,7 +112,7 @@ class ProcessGroup(_TorchProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         stage, pairs = Stage(outputs), []
         for output, input in zip(outputs, inputs, strict=True):
-            self._rows("reduce_scatter_single", input, output)
+            shapes.rows(self.group.size, "reduce_scatter_single", input, output)
             out, x = stage.write(output).reshape(-1), stage.read(input)
             pairs.append((out, x.reshape(self.group.size, -1)))
         return self._begin("reduce_scatter_single", stage, opts, *(
@@ -154,7 +151,7 @@ class ProcessGroup(_TorchProcessGroup):
     ) -> Request:
         stage, pairs = Stage([x for rows in outputs for x in rows]), []
         for rows, x in zip(outputs, inputs, strict=True):
-            self._alike("all_gather", rows, x)
+            shapes.alike(self.group.size, "all_gather", rows, x)
             pairs.append((stage.write_rows(rows), stage.read(x)))
         return self._begin("all_gather", stage, opts, *(
             lambda out=out, x=x: self.group.all_gather(out, x) for out, x in pairs
@@ -168,7 +165,7 @@ class ProcessGroup(_TorchProcessGroup):
     ) -> Request:
         stage, pairs = Stage(outputs), []
         for output, input in zip(outputs, inputs, strict=True):
-            self._rows("all_gather_single", output, input)
+            shapes.rows(self.group.size, "all_gather_single", output, input)
             pairs.append((stage.write(output).reshape(self.group.size, -1), stage.read(input).reshape(-1)))
         return self._begin("all_gather_single", stage, opts or AllgatherOptions(), *(
             lambda out=out, x=x: self.group.all_gather(out, x) for out, x in pairs
@@ -181,7 +178,7 @@ class ProcessGroup(_TorchProcessGroup):
         root = opts.rootRank == self.group.rank
         stage = Stage(outputs[0] if root else ())
         if root:
-            self._alike("gather", outputs[0], inputs[0])
+            shapes.alike(self.group.size, "gather", outputs[0], inputs[0])
         out = stage.write_rows(outputs[0]) if root else None
         x = stage.read(inputs[0])
         return self._begin("gather", stage, opts, lambda: self.group.gather(out, x, opts.rootRank))
@@ -193,7 +190,7 @@ class ProcessGroup(_TorchProcessGroup):
         root = opts.rootRank == self.group.rank
         stage = Stage(outputs)
         if root:
-            self._alike("scatter", inputs[0], outputs[0])
+            shapes.alike(self.group.size, "scatter", inputs[0], outputs[0])
         out = stage.write(outputs[0])
         x = stage.read_rows(inputs[0]) if root else None
         return self._begin("scatter", stage, opts, lambda: self.group.scatter(out, x, opts.rootRank))
@@ -202,7 +199,10 @@ class ProcessGroup(_TorchProcessGroup):
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> Request:  # fmt: skip
         """Splits are rows of the first dim; none means equal parts."""
-        counts = [self._splits(x, splits) for x, splits in ((output, output_splits), (input, input_splits))]
+        counts = [
+            shapes.splits(self.group.size, x, splits)
+            for x, splits in ((output, output_splits), (input, input_splits))
+        ]
         stage = Stage([output])
         out, x = stage.write(output).reshape(-1), stage.read(input).reshape(-1)
         return self._begin(
@@ -324,36 +324,6 @@ class ProcessGroup(_TorchProcessGroup):
         stage = Stage([x])
         works = sparse.all_reduce(self.group, x, stage, Deadline.after(self.timeout.total_seconds()))
         return self._begin("all_reduce of sparse tensors", stage, opts, *(lambda w=w: w for w in works))
-
-    def _alike(self, verb: str, many: Sequence[Tensor], one: Tensor) -> None:
-        wrong = [x for x in many if x.shape != one.shape or x.dtype != one.dtype]
-        if len(many) != self.group.size or wrong:
-            raise RefusedError(
-                f"{verb}: {len(many)} tensors, {[tuple(x.shape) for x in wrong]} unlike the single {tuple(one.shape)}",
-                remedy=f"Give {self.group.size} tensors of one shape and type.",
-            )
-
-    def _rows(self, verb: str, many: Tensor, one: Tensor) -> None:
-        if many.numel() != one.numel() * self.group.size or many.dtype != one.dtype:
-            raise RefusedError(
-                f"{verb}: {tuple(many.shape)} {many.dtype} is not {self.group.size} times {tuple(one.shape)} {one.dtype}"
-            )
-
-    def _splits(self, x: Tensor, splits: Sequence[int]) -> list[int]:
-        """The splits of the first dim as counts of elements."""
-        rows = x.shape[0] if x.dim() else 1
-        if not splits:
-            if rows % self.group.size:
-                raise RefusedError(
-                    f"all_to_all_single: {rows} rows cannot be dealt evenly to {self.group.size} ranks"
-                )
-            splits = [rows // self.group.size] * self.group.size
-        if sum(splits) != rows or len(splits) != self.group.size:
-            raise RefusedError(
-                f"all_to_all_single: splits {list(splits)} do not cut {rows} rows for {self.group.size} ranks"
-            )
-        row = x.numel() // rows if rows else 0
-        return [n * row for n in splits]
 
 
 def devices() -> list[str]:

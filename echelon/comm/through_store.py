@@ -13,12 +13,13 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from echelon.clock import Deadline
 from echelon.comm.alone import AloneGroup
-from echelon.comm.group import Group
+from echelon.comm.group import Group, Lost
 from echelon.comm.over_torch import TorchGroup
+from echelon.errors import WorldError
 
 
 def make(store: Store, rank: int, size: int, name: str, deadline: Deadline) -> Group:
-    """The Group of these ranks. Blocks until all of them have come, at most until the deadline.
+    """The Group of these ranks. Blocks until all of them have come; WorldError when they have not by the deadline.
 
     Every rank calls this with a store that shows it the same keys (and no other group's), and with the same name, which
     is what people read when somebody is waited for in it.
@@ -27,4 +28,13 @@ def make(store: Store, rank: int, size: int, name: str, deadline: Deadline) -> G
         return AloneGroup()
     limit = timedelta(seconds=max(0.001, deadline.left_s))
     gloo: Any = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, limit)
-    return TorchGroup(gloo, torch.device("cpu"), name=name, timed=True)
+    group = TorchGroup(gloo, torch.device("cpu"), name=name, timed=True)
+    outcome = group.barrier().wait(
+        deadline
+    )  # whoever left now would close connections that others still make
+    if isinstance(outcome, Lost):
+        raise WorldError(
+            f"the {size} ranks of group {name} did not come together: {outcome.reason}",
+            remedy="Look at the output of the other ranks: one of them died, or never made this group.",
+        )
+    return group
