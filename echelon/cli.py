@@ -331,9 +331,10 @@ def bench_comm(
     from echelon.bench import comm, plot, start
 
     chosen = [word.strip() for word in backends.split(",")]
+    wanted = comm.parse_ops(ops)
     asked = {
         "backends": chosen,
-        "ops": comm.parse_ops(ops),
+        "ops": wanted,
         "sizes": comm.parse_sizes(sizes),
         "rounds": rounds,
     }
@@ -345,5 +346,5 @@ def bench_comm(
 
         json_file.write_text(json.dumps(comm.record(cells, start.about() | {"workers": workers}), indent=1))
     if plot_file is not None:
-        first = chosen_ops[0]
+        first = wanted[0]
         plot_file.write_text(plot.svg(cells, first, f"{first}, {workers} workers"))

@@ -19,7 +19,12 @@ WORKER = Path(__file__).with_name("group_worker.py")
 
 def together(size, act):
     """Runs act(group) on `size` thread ranks; raises what any of them raised."""
-    groups, errors = Room(size).groups(), []
+    together_of(Room(size).groups(), act)
+
+
+def together_of(groups, act):
+    """The same for any groups whose ranks are threads."""
+    errors = []
 
     def body(group):
         try:

@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "failure",
         "role",
     ),
-    ("launch", "show", "torchrun", "start", "bench", "cli", "__main__"),
+    ("launch", "show", "torchrun", "start", "bench", "backend", "torch_backend", "cli", "__main__"),
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
@@ -62,6 +62,8 @@ NEEDS_TORCH = (
     "run",
     "torchrun",
     "start",
+    "backend",
+    "torch_backend",
 )
 """Everything else imports with torch blocked, so that launcher and command line start in milliseconds."""
 
