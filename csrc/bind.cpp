@@ -128,6 +128,29 @@ class ShmGroup final : public CoreGroup {
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
     }
 
+    // The limit to measure against: an all_reduce of float32 as a bare loop over the ranks' buffers, with nothing around it but two
+    // meetings. `buffer` came from buffer() on every rank, with a first page for the meetings; the numbers lie behind it.
+    void plain_loop(uintptr_t buffer, uint64_t count) {
+        nb::gil_scoped_release release;
+        Call call{};
+        if (!shm_->find(reinterpret_cast<void*>(buffer), 4096 + 4 * count, call)) throw Error("not a buffer of this group");
+        std::vector<char*> all;
+        for (int peer = 0; peer < shm_->size; peer++) all.push_back(shm_->of_peer(peer, call));
+        auto* arrived = reinterpret_cast<std::atomic<uint32_t>*>(all[0]);
+        auto meet = [&] {
+            uint32_t size = uint32_t(shm_->size), goal = (arrived->fetch_add(1) / size + 1) * size;
+            for (uint32_t turn = 1; int32_t(arrived->load(std::memory_order_acquire) - goal) < 0; turn++)
+                turn % 1024 ? cpu_pause() : void(sched_yield());
+        };
+        uint64_t per = (count / shm_->size + 15) / 16 * 16, begin = std::min(count, per * shm_->rank);
+        uint64_t end = shm_->rank == shm_->size - 1 ? count : std::min(count, begin + per);
+        std::vector<void*> at;
+        for (char* one : all) at.push_back(one + 4096 + 4 * begin);
+        meet();
+        kernels().fold_to(at.data(), shm_->size, at.data(), shm_->size, end - begin, DType::f32, RedOp::sum);
+        meet();
+    }
+
   private:
     std::shared_ptr<Op> make(Request request) override {
         return std::make_shared<Collective>(*engine_, *shm_, std::move(request));
@@ -250,7 +273,8 @@ NB_MODULE(_core, m) {
         .def("failure", &CoreGroup::failure)
         .def("close", &CoreGroup::close);
     nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup")
-        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a);
+        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a)
+        .def("plain_loop", &ShmGroup::plain_loop);
     nb::class_<TcpGroup, CoreGroup>(m, "TcpGroup", nb::is_weak_referenceable())
         .def(nb::init<int, const std::vector<std::vector<int>>&, uint64_t, double, std::string>(), "rank"_a, "streams"_a, "term"_a,
              "limit_s"_a, "congestion"_a)

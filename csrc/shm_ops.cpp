@@ -187,11 +187,13 @@ Task Collective::by_slices() {
         in_at[c % NUM_IN] = post();
     };
     write(0);
-    if (num > 1) write(1);
     for (uint64_t c = 0; c < num; c++) {
         uint64_t n = std::min(per, request.count - c * per);
         co_await until(in_at[c % NUM_IN]);
-        if (c == 0 && !agreed()) co_return;
+        if (c == 0) {
+            if (!agreed()) co_return;
+            if (num > 1) write(1);  // only now is everybody done with the operation before
+        }
         Slice mine = slice(n, shm.rank, shm.size);
         for (int peer = 0; peer < shm.size; peer++) from[peer] = in(peer, turn + uint32_t(c), mine.begin * element);
         kernels().fold(shm.res(lane, shm.rank, res + uint32_t(c)) + mine.begin * element, from.data(), shm.size,

@@ -86,6 +86,7 @@ def main() -> None:
       echelon logs latest --rank 1                what a worker printed
       echelon stop latest                         end a run
       echelon join 10.0.0.1:29400                 bring in another machine
+      echelon bench comm                          what collectives cost here
 
     RUN is a name, the beginning of one, a folder, or `latest`.
     """
@@ -267,3 +268,83 @@ def stop(run_name: str) -> None:
     from echelon.launch import rundir, stopping
 
     click.echo(stopping.stop(rundir.find(run_name)))
+
+
+@main.group()
+def bench() -> None:
+    """Measure this machine or cluster."""
+
+
+@bench.command("comm")
+@click.option("--workers", type=int, default=2, show_default=True, metavar="N", callback=_at_least_one,
+              help="Worker processes that talk to each other.")  # fmt: skip
+@click.option(
+    "--backends",
+    default="native,gloo",
+    show_default=True,
+    metavar="B,B",
+    help="What to measure, side by side.",
+)
+@click.option("--ops", default="all_reduce", show_default=True, metavar="O,O",
+              help="Operations: all_reduce, reduce_scatter, all_gather, broadcast, reduce, gather, scatter, all_to_all, send, "
+                   "barrier.")  # fmt: skip
+@click.option(
+    "--sizes",
+    default="1KiB,64KiB,1MiB,25MiB",
+    show_default=True,
+    metavar="S,S",
+    help="Bytes of a rank's tensor.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), metavar="R", help="Rounds a cell.  [default: 20 to 400, by size]"
+)
+@click.option("--hosts", "num_hosts", type=int, default=1, metavar="H", callback=_at_least_one,
+              help="Machines that take part, as for `echelon run`.  [default: 1]")  # fmt: skip
+@click.option(
+    "--listen", metavar="ADDR[:PORT]", help="With --hosts: the address of this machine for the others."
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    metavar="F",
+    help="Write everything measured to F.",
+)
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="F.svg",
+              help="Draw time over size of the first operation.")  # fmt: skip
+def bench_comm(
+    workers: int, backends: str, ops: str, sizes: str, rounds: int | None, num_hosts: int, listen: str | None,
+    json_file: Path | None, plot_file: Path | None,
+) -> None:  # fmt: skip
+    """Time collective operations: every backend in turn, in one run.
+
+    \b
+    Examples:
+      echelon bench comm
+      echelon bench comm --workers 4 --ops all_reduce,all_gather --plot comm.svg
+      echelon bench comm --workers 8 --hosts 2 --listen 10.0.0.1
+
+    Times are medians over rounds, of the slowest worker. "against" is how many
+    times faster than the slowest row; "limit" is the share of a bare loop over
+    the same shared memory, which nothing beats by much.
+    """
+    from echelon.bench import comm, plot, start
+
+    chosen = [word.strip() for word in backends.split(",")]
+    wanted = comm.parse_ops(ops)
+    asked = {
+        "backends": chosen,
+        "ops": wanted,
+        "sizes": comm.parse_sizes(sizes),
+        "rounds": rounds,
+    }
+    options = ["--hosts", str(num_hosts)] if num_hosts > 1 else []
+    cells = start.measure(asked, workers, [*options, *(["--listen", listen] if listen else [])])
+    click.echo("\n".join(comm.table(cells)))
+    if json_file is not None:
+        import json
+
+        json_file.write_text(json.dumps(comm.record(cells, start.about() | {"workers": workers}), indent=1))
+    if plot_file is not None:
+        first = wanted[0]
+        plot_file.write_text(plot.svg(cells, first, f"{first}, {workers} workers"))

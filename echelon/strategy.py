@@ -86,8 +86,7 @@ class Strategy:
     """Lossy coding of gradients for slow links."""
 
     backend: Literal["auto", "gloo", "nccl", "native", "threads"] = "auto"
-    """What carries collectives; auto takes NCCL for one GPU a worker, the native core (shared memory) on one
-    host, gloo otherwise, nothing for one worker."""
+    """What carries collectives; auto: NCCL for one GPU a worker, shared memory on one host, else gloo, alone nothing."""
 
     update: Literal["sync", "bounded", "async", "local"] = "sync"
     """How updates meet on a parameter server."""

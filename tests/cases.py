@@ -53,6 +53,8 @@ ROWS = {
     "a host vanishes", "USERS 3 on several hosts", "USERS 12 on several hosts", "torchrun as the starter",
     "workers dealt over hosts", "hosts in order", "USERS 8",
     # the native core and torch's backend
-    "one contract for every Group",
+    "one contract for every Group", "DDP, FSDP2, tensor parallel and pipelining over our backend",
+    "a dead rank raises under our backend", "a lost operation in our run completes with zeros",
+    "torch's own suite over our backend",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

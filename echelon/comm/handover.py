@@ -181,7 +181,9 @@ def _all_ready(wires: list[socket.socket], seat: Seat, deadline: Deadline) -> No
             wires[0].sendall(b"r")
             _expect(wires[0], b"g")
     except OSError as error:
-        raise WorldError(f"rank {seat.rank}: a rank of this host went away while memory was being shared: {error}") from None
+        raise WorldError(
+            f"rank {seat.rank}: a rank of this host went away while memory was being shared: {error}"
+        ) from None
     finally:
         for wire in wires:
             wire.close()

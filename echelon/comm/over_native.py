@@ -98,7 +98,11 @@ class NativeGroup:
             return self.lost
 
     def _start(
-        self, what: str, begin: Callable[[], Any], *held: Tensor | None, after: Callable[[], object] | None = None
+        self,
+        what: str,
+        begin: Callable[[], Any],
+        *held: Tensor | None,
+        after: Callable[[], object] | None = None,
     ) -> NativeWork | Done:
         if self.core.failed:
             return Done(self.failure())
@@ -110,7 +114,9 @@ class NativeGroup:
         self._live.append(work)
         return work
 
-    def _reduce_like(self, kind: int, what: str, x: Tensor, out: Tensor | None, part: Tensor, op: Op, root: int) -> Work:
+    def _reduce_like(
+        self, kind: int, what: str, x: Tensor, out: Tensor | None, part: Tensor, op: Op, root: int
+    ) -> Work:
         """`part` is one rank's share; x goes in, out (None: x itself) comes back."""
         check.reducible(what, x.dtype, op)
         return self._moved(kind, what, x, out, part, op, root, reduces=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from echelon import env, native
 from echelon.clock import Deadline
-from echelon.comm import gloo, handover
+from echelon.comm import gloo, handover, hosts
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Group
 from echelon.comm.handover import Meeting, Seat, StoreMeeting
@@ -48,7 +48,7 @@ def backend_for(asked: str, device: torch.device, workers: int, several_hosts: b
     enough = device.type == "cuda" and torch.cuda.device_count() >= workers
     if enough and not several_hosts:
         return "nccl"
-    return "gloo" if several_hosts or native.core() is None else "native"
+    return "gloo" if native.core() is None else "native"
 
 
 class Groups:
@@ -84,7 +84,10 @@ class Groups:
     def _native(self, name: str) -> Group:
         core = native.core()
         if core is None:
-            raise UsageError("backend=native needs the compiled core", remedy="Build it with `pip install .` or `make native`.")
+            raise UsageError(
+                "backend=native needs the compiled core",
+                remedy="Build it with `pip install .` or `make native`.",
+            )
         deadline = Deadline.after(ENTER_S)
         seat = Seat(self.rank, self.size, secrets.token_hex(32), "alone")
         meeting: Meeting = StoreMeeting(dist.HashStore())  # type: ignore[attr-defined]
@@ -93,7 +96,11 @@ class Groups:
             if self._store is None:
                 self._store = CoordinatorStore(self.member, name="native")
             meeting = StoreMeeting(self._store)
-        group = handover.enter(core, meeting, seat, name, deadline)
+        address = self.member.place.address if self.member is not None else ""
+        if address:
+            group = hosts.enter(core, meeting, seat, name, address, deadline)
+        else:
+            group = handover.enter(core, meeting, seat, name, deadline)
         return NativeGroup(group, self.rank, self.size, self.device, name, self._blame())
 
     def _bound(self) -> contextlib.AbstractContextManager[None]:

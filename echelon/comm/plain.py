@@ -1,4 +1,4 @@
-"""Reductions in plain torch, and types that a carrier cannot reduce as types that it can.
+"""Reductions without a carrier, and types that a carrier cannot reduce as types that it can.
 
 gloo and torch's own operators lack some integers. Each is carried as a wider one, or by its bits, with the same result.
 """
@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from echelon.comm.group import Op
+from echelon.native import reference
 
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _BOOLS: dict[str, Op] = {"sum": "max", "prod": "min"}
 _SIGN = -(2**63)
@@ -55,18 +46,12 @@ def carried(x: Tensor, op: Op) -> Carried:
 
 
 def reduced(parts: Sequence[Tensor], op: Op) -> Tensor:
-    """The reduction of these tensors in rank order, as a new one. Low precision is rounded after each rank."""
-    carriers = [carried(part, op) for part in parts]
-    total = carriers[0].tensor.clone()
-    for carrier in carriers[1:]:
-        total = _COMBINE[carrier.op](total, carrier.tensor)
-    if op == "avg":
-        total = total / len(parts)
+    """The reduction of these tensors in rank order, as a new one."""
     result = torch.empty_like(parts[0])
-    slot = carried(result, op)
-    slot.tensor.copy_(total)
-    if slot.back is not None:
-        slot.back()
+    if result.is_complex():
+        reference.fold(torch.view_as_real(result), [torch.view_as_real(part) for part in parts], op)
+    else:
+        reference.fold(result, parts, op)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from types import ModuleType
 
@@ -15,7 +16,7 @@ def core() -> ModuleType | None:
     if not env.native():
         return None
     try:
-        from echelon.native import _core
+        return importlib.import_module("echelon.native._core")
     except ImportError as error:
         print(
             f"echelon: the compiled core is not there ({error}); collectives run over gloo, several times slower. "
@@ -23,4 +24,3 @@ def core() -> ModuleType | None:
             file=sys.stderr,
         )
         return None
-    return _core

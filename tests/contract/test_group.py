@@ -19,7 +19,12 @@ WORKER = Path(__file__).with_name("group_worker.py")
 
 def together(size, act):
     """Runs act(group) on `size` thread ranks; raises what any of them raised."""
-    groups, errors = Room(size).groups(), []
+    together_of(Room(size).groups(), act)
+
+
+def together_of(groups, act):
+    """The same for any groups whose ranks are threads."""
+    errors = []
 
     def body(group):
         try:
@@ -51,7 +56,9 @@ def test_threads(check, size):
 
 @pytest.mark.case("Group over torch.distributed with our store")
 @pytest.mark.case("Group over shared memory")
-@pytest.mark.parametrize(("backend", "workers"), [("gloo", 1), ("gloo", 3), ("native", 1), ("native", 2), ("native", 5)])
+@pytest.mark.parametrize(
+    ("backend", "workers"), [("gloo", 1), ("gloo", 3), ("native", 1), ("native", 2), ("native", 5)]
+)
 def test_real_processes(launch, tmp_path, backend, workers):
     result = launch(WORKER, str(tmp_path), backend, workers=workers)
     assert result.code == 0, result.err

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "echelon"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "env", "strategy", "events", "faults", "activity"),
-    ("mesh",),
+    ("mesh", "native"),
     ("comm", "control"),
     ("data", "elastic", "checkpoint"),
     ("parallel",),
@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "failure",
         "role",
     ),
-    ("launch", "show", "torchrun", "start", "cli", "__main__"),
+    ("launch", "show", "torchrun", "start", "bench", "backend", "torch_backend", "cli", "__main__"),
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
@@ -45,6 +45,7 @@ ENGINES = ("data", "elastic", "checkpoint")
 """Layer 3: they meet only through layers 1 and 2, so they do not know each other."""
 
 NEEDS_TORCH = (
+    "native",
     "comm",
     "data",
     "checkpoint",
@@ -61,6 +62,8 @@ NEEDS_TORCH = (
     "run",
     "torchrun",
     "start",
+    "backend",
+    "torch_backend",
 )
 """Everything else imports with torch blocked, so that launcher and command line start in milliseconds."""
 

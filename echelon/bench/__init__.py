@@ -1,0 +1,1 @@
+"""Measurements that users run themselves: `echelon bench`."""
