@@ -8,6 +8,7 @@
 
 #include <sched.h>
 
+#include "hier.h"
 #include "kernels.h"
 #include "shm_ops.h"
 
@@ -37,17 +38,10 @@ struct Work {
     }
 };
 
-class ShmGroup {
+// What every kind of group has: operations in, works out.
+class CoreGroup {
   public:
-    ShmGroup(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term) {
-        auto shm = std::make_unique<Shm>(rank, control_fd, arena_fds, term);
-        shm_ = shm.get();
-        engine_ = std::make_shared<Engine>(std::move(shm));
-        cpu_set_t cores;
-        bool crowded = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < shm_->size;
-        engine_->spin_ns = crowded ? 2000 : 50000;
-        engine_->yield_ns = crowded ? 60000 : 20000;
-    }
+    virtual ~CoreGroup() = default;
 
     Work collective(int kind, int dtype, int op, int root, uint64_t count, uintptr_t x, uintptr_t out, int lane) {
         Request request;
@@ -80,7 +74,50 @@ class ShmGroup {
         return {engine_, op};
     }
 
-    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) {
+    virtual nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) = 0;
+
+    void abort(std::vector<int> peers, std::string reason) {
+        nb::gil_scoped_release release;
+        engine_->fail({std::move(peers), std::move(reason)});
+    }
+    bool failed() const { return engine_->failed(); }
+    std::tuple<std::vector<int>, std::string, std::string> failure() const {
+        Failure failure = engine_->failure();
+        return {failure.peers, failure.reason, failure.cause};
+    }
+    void close() {
+        nb::gil_scoped_release release;
+        engine_->close();
+    }
+
+  protected:
+    virtual std::shared_ptr<Op> make(Request request) = 0;
+    void rest_after(int num_ranks) {  // how long to look before sleeping
+        cpu_set_t cores;
+        bool crowded = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < num_ranks;
+        engine_->spin_ns = crowded ? 2000 : 50000;
+        engine_->yield_ns = crowded ? 60000 : 20000;
+    }
+    std::shared_ptr<Engine> engine_;
+
+  private:
+    Work submit(Request request) {
+        auto op = make(std::move(request));
+        engine_->submit(op);
+        return {engine_, op};
+    }
+};
+
+class ShmGroup final : public CoreGroup {
+  public:
+    ShmGroup(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term) {
+        auto shm = std::make_unique<Shm>(rank, control_fd, arena_fds, term);
+        shm_ = shm.get();
+        engine_ = std::make_shared<Engine>(std::move(shm));
+        rest_after(shm_->size);
+    }
+
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override {
         char* at = shm_->allocate(bytes);
         struct Owner { std::shared_ptr<Engine> engine; Shm* shm; char* at; };
         nb::capsule owner(new Owner{engine_, shm_, at}, [](void* p) noexcept {
@@ -89,6 +126,11 @@ class ShmGroup {
             delete owner;
         });
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
+    }
+
+    void after_fork() {
+        shm_->after_fork();
+        engine_->after_fork();
     }
 
     // The limit to measure against: an all_reduce of float32 as a bare loop over the ranks' buffers, with nothing around it but two
@@ -114,29 +156,68 @@ class ShmGroup {
         meet();
     }
 
-    void abort(std::vector<int> peers, std::string reason) {
-        nb::gil_scoped_release release;
-        engine_->fail({std::move(peers), std::move(reason)});
+  private:
+    std::shared_ptr<Op> make(Request request) override {
+        return std::make_shared<Collective>(*engine_, *shm_, std::move(request));
     }
-    bool failed() const { return engine_->failed(); }
-    std::tuple<std::vector<int>, std::string, std::string> failure() const {
-        Failure failure = engine_->failure();
-        return {failure.peers, failure.reason, failure.cause};
+    Shm* shm_;  // owned by the engine
+};
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> plain_buffer(uint64_t bytes) {
+    char* at = new (std::align_val_t(64)) char[bytes + 1]();
+    nb::capsule owner(at, [](void* p) noexcept { operator delete[](static_cast<char*>(p), std::align_val_t(64)); });
+    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
+}
+
+class TcpGroup final : public CoreGroup {
+  public:
+    TcpGroup(int rank, const std::vector<std::vector<int>>& streams, uint64_t term, double limit_s, std::string congestion) {
+        auto tcp = std::make_unique<Tcp>(rank, streams, Tcp::Options{term, limit_s, std::move(congestion)});
+        tcp_ = tcp.get();
+        engine_ = std::make_shared<Engine>(std::move(tcp));
+        engine_->spin_ns = engine_->yield_ns = 0;  // a wire is slower than waking up
     }
-    void close() {
-        nb::gil_scoped_release release;
-        engine_->close();
+
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override { return plain_buffer(bytes); }
+    void set_costs(double alpha, double beta, double each) { tcp_->costs = {alpha, beta, each}; }
+    void after_fork() {
+        tcp_->after_fork();
+        engine_->after_fork();
     }
 
   private:
-    Work submit(Request request) {
-        auto op = std::make_shared<Collective>(*engine_, *shm_, std::move(request));
-        engine_->submit(op);
-        return {engine_, op};
+    std::shared_ptr<Op> make(Request request) override {
+        return std::make_shared<TcpCollective>(*engine_, *tcp_, Team::everybody(*tcp_), std::move(request));
+    }
+    Tcp* tcp_;  // owned by the engine
+};
+
+class HierGroup final : public CoreGroup {
+  public:
+    HierGroup(int rank, std::vector<std::vector<int>> hosts, const std::vector<std::vector<int>>& streams, uint64_t term,
+              double limit_s, std::string congestion, int local_rank, int control_fd, const std::vector<int>& arena_fds) {
+        auto hier = std::make_unique<Hier>(std::make_unique<Tcp>(rank, streams, Tcp::Options{term, limit_s, std::move(congestion)}),
+                                           std::make_unique<Shm>(local_rank, control_fd, arena_fds, term), std::move(hosts));
+        hier_ = hier.get();
+        engine_ = std::make_shared<Engine>(std::move(hier));
+        hier_->belongs_to(engine_.get());
+        rest_after(hier_->shm->size);
     }
 
-    std::shared_ptr<Engine> engine_;
-    Shm* shm_;  // owned by the engine
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override { return plain_buffer(bytes); }
+    void set_costs(double alpha, double beta, double each) { hier_->tcp->costs = {alpha, beta, each}; }
+    void after_fork() {
+        hier_->tcp->after_fork();
+        hier_->shm->after_fork();
+        engine_->after_fork();
+    }
+
+  private:
+    std::shared_ptr<Op> make(Request request) override {
+        if (HierCollective::handles(*hier_, request)) return std::make_shared<HierCollective>(*engine_, *hier_, std::move(request));
+        return std::make_shared<TcpCollective>(*engine_, *hier_->tcp, Team::everybody(*hier_->tcp), std::move(request));
+    }
+    Hier* hier_;  // owned by the engine
 };
 
 void fold(uintptr_t dst, const std::vector<uintptr_t>& srcs, uint64_t count, int dtype, int op) {
@@ -181,15 +262,35 @@ NB_MODULE(_core, m) {
         .def_prop_ro("what", &Work::what)
         .def_prop_ro("peer", &Work::peer);
 
-    nb::class_<ShmGroup>(m, "ShmGroup")
-        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a)
-        .def("collective", &ShmGroup::collective)
-        .def("all_to_all", &ShmGroup::all_to_all)
-        .def("message", &ShmGroup::message)
-        .def("buffer", &ShmGroup::buffer)
+    m.def("cost", [](int way, int kind, uint64_t bytes, int size, double alpha, double beta, double each) {
+        return cost(Way(way), Kind(kind), bytes, size, {alpha, beta, each});
+    });
+    m.def("way", [](int kind, uint64_t bytes, int size, double alpha, double beta, double each) {
+        return std::string(name_of(cheapest(Kind(kind), bytes, size, {alpha, beta, each})));
+    });
+
+    nb::class_<CoreGroup>(m, "CoreGroup")
+        .def("collective", &CoreGroup::collective)
+        .def("all_to_all", &CoreGroup::all_to_all)
+        .def("message", &CoreGroup::message)
+        .def("buffer", &CoreGroup::buffer)
+        .def("abort", &CoreGroup::abort)
+        .def_prop_ro("failed", &CoreGroup::failed)
+        .def("failure", &CoreGroup::failure)
+        .def("close", &CoreGroup::close);
+    nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup", nb::is_weak_referenceable())
         .def("plain_loop", &ShmGroup::plain_loop)
-        .def("abort", &ShmGroup::abort)
-        .def_prop_ro("failed", &ShmGroup::failed)
-        .def("failure", &ShmGroup::failure)
-        .def("close", &ShmGroup::close);
+        .def("after_fork", &ShmGroup::after_fork)
+        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a);
+    nb::class_<TcpGroup, CoreGroup>(m, "TcpGroup", nb::is_weak_referenceable())
+        .def(nb::init<int, const std::vector<std::vector<int>>&, uint64_t, double, std::string>(), "rank"_a, "streams"_a, "term"_a,
+             "limit_s"_a, "congestion"_a)
+        .def("set_costs", &TcpGroup::set_costs, "alpha"_a, "beta"_a, "each"_a)
+        .def("after_fork", &TcpGroup::after_fork);
+    nb::class_<HierGroup, CoreGroup>(m, "HierGroup", nb::is_weak_referenceable())
+        .def(nb::init<int, std::vector<std::vector<int>>, const std::vector<std::vector<int>>&, uint64_t, double, std::string, int, int,
+                      const std::vector<int>&>(),
+             "rank"_a, "hosts"_a, "streams"_a, "term"_a, "limit_s"_a, "congestion"_a, "local_rank"_a, "control_fd"_a, "arena_fds"_a)
+        .def("set_costs", &HierGroup::set_costs, "alpha"_a, "beta"_a, "each"_a)
+        .def("after_fork", &HierGroup::after_fork);
 }

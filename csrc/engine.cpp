@@ -220,6 +220,12 @@ void Engine::run() {
     }
 }
 
+void Engine::after_fork() {
+    closing_ = true;
+    if (thread_.joinable()) thread_.detach();
+    failed_.store(true, std::memory_order_release);
+}
+
 void Engine::close() {
     {
         std::lock_guard hold(call_lock_);

@@ -89,6 +89,9 @@ class Engine {
     bool failed() const { return failed_.load(std::memory_order_acquire); }
     Failure failure() const;
 
+    // In a forked child: there is no thread here, and nothing may be used any more.
+    void after_fork();
+
     // Ends in good order: waits for nothing; what is under way is lost.
     void close();
     Transport& transport() { return *transport_; }

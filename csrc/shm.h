@@ -7,6 +7,7 @@
 // the kernel lets go when the process dies, whoever else inherited the descriptor.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -83,6 +84,9 @@ class Shm final : public Transport {
     const int rank, size;
     const Layout layout;
 
+    // In a forked child: the place belongs to the parent; nothing that happens here is said in its name.
+    void after_fork() { mine_no_more_ = true; }
+
     // --- ticks
     uint32_t tick(int lane, int of) const { return slots_[of].lanes[lane].tick.load(std::memory_order_acquire); }
     void post(int lane);  // one more of mine; rings those who sleep
@@ -112,6 +116,9 @@ class Shm final : public Transport {
     size_t num_served() const override { return sends_.size() + recvs_.size() + num_open_; }
     std::vector<int> served_behind() const override;
 
+    // How a peer that sleeps is woken, when it does not sleep on its doorbell.
+    std::function<void(int)> on_knock;
+
     // Per lane, on this side only: how many ticks and chunks were used so far.
     struct Cursor { uint32_t tick = 0, in = 0, res = 0, number = 0; } cursors[NUM_LANES];
 
@@ -138,6 +145,7 @@ class Shm final : public Transport {
     bool pull(int from, std::vector<std::shared_ptr<Op>>& finished);
     void match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved);
 
+    bool mine_no_more_ = false;
     int control_fd_;
     std::vector<int> arena_fds_;
     Header* header_ = nullptr;

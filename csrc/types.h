@@ -24,7 +24,7 @@ const char* name_of(Kind kind);
 struct Failure {
     std::vector<int> peers;
     std::string reason;
-    const char* cause = "aborted";  // dead, left, gave up, late, mismatch, closed, broken, aborted
+    const char* cause = "aborted";  // dead, silent, left, gave up, late, mismatch, closed, broken, aborted
 };
 
 // Wrong use or a system call that failed while something was being set up; becomes a Python exception.

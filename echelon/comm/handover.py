@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -68,8 +69,17 @@ def same_memory() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
-def enter(core: Any, meeting: Meeting, seat: Seat, name: str, deadline: Deadline) -> Any:
-    """The core's group of these ranks; blocks until all are in. Every rank calls it with the same name."""
+def enter(
+    core: Any,
+    meeting: Meeting,
+    seat: Seat,
+    name: str,
+    deadline: Deadline,
+    make: Callable[..., Any] | None = None,
+) -> Any:
+    """The core's group of these ranks; blocks until all are in. Every rank calls it with the same name.
+
+    `make` is given rank, control segment, arenas and term, and makes the group; without it, one in shared memory alone."""
     arena = _memfd(f"echelon-arena-{seat.rank}")
     fds: list[int] = [arena]
     try:
@@ -84,7 +94,9 @@ def enter(core: Any, meeting: Meeting, seat: Seat, name: str, deadline: Deadline
             for wire in wires:
                 links.callback(os.close, wire)
             fds = fds[: 1 + seat.size]
-            group = core.ShmGroup(seat.rank, control, arenas, seat.term)  # the descriptors are the core's now
+            group = (make or core.ShmGroup)(
+                seat.rank, control, arenas, seat.term
+            )  # the descriptors are the core's now
             fds = []
             _all_ready([socket.socket(fileno=os.dup(wire)) for wire in wires], seat, deadline)
             return group

@@ -1,0 +1,94 @@
+"""One rank of a group among hosts: RANK SIZE FOLDER ADDRESS HOST WHAT…; the ranks meet in a file of FOLDER.
+
+HOST is the host that the rank says to be on: ranks with one HOST share memory."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from echelon import native
+from echelon.clock import Deadline
+from echelon.comm import hosts
+from echelon.comm.group import Lost
+from echelon.comm.handover import Seat, StoreMeeting
+from echelon.comm.over_native import NativeGroup
+from tests.contract.group_contract import CHECKS, met
+
+rank, size, folder, address, host, *what = sys.argv[1:]
+rank, size, folder = int(rank), int(size), Path(folder)
+core = native.core()
+meeting = StoreMeeting(dist.FileStore(str(folder / "meeting"), size))
+seat = Seat(rank, size, "token of this test", "test")
+
+
+def group(name: str = "group", limit_s: float = 3.0) -> NativeGroup:
+    made = hosts.enter(core, meeting, seat, name, address, Deadline.after(60), where=host, limit_s=limit_s)
+    return NativeGroup(made, rank, size, torch.device("cpu"), name)
+
+
+def check() -> None:
+    g = group()
+    for one in CHECKS:
+        one(g)
+    g.close()
+
+
+def lost(outcome) -> None:
+    assert isinstance(outcome, Lost), outcome
+    (folder / f"lost-{rank}").write_text(f"{outcome.peers} {time.monotonic()} {outcome.reason}")
+
+
+def die() -> None:
+    """The last rank dies in the middle of an operation."""
+    g = group()
+    met(g.barrier())
+    work = g.all_reduce(torch.ones(8 << 20))
+    if rank == size - 1:
+        (folder / "died").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    lost(work.wait(Deadline.after(30)))
+    assert isinstance(g.barrier().wait(Deadline.after(1)), Lost), "a lost group stays lost"
+
+
+def run_until_lost() -> None:
+    g = group()
+    x = torch.ones(1 << 20)
+    for turn in range(1 << 30):
+        outcome = g.all_reduce(x, "max").wait(Deadline.after(60))
+        if turn == 3:
+            (folder / f"going-{rank}").touch()
+        if isinstance(outcome, Lost):
+            return lost(outcome)
+
+
+def think(seconds: str) -> None:
+    """The last rank comes late, to an operation larger than what sockets hold."""
+    g = group()
+    met(g.barrier())
+    if rank == size - 1:
+        time.sleep(float(seconds))
+    x = torch.ones(16 << 20)
+    met(g.all_reduce(x))
+    assert torch.all(x == size)
+    met(g.barrier())
+
+
+def storm(num: str, seed: str) -> None:
+    """Random operations, several in flight, all known to every rank: what they must give is computed by the reference."""
+    from tests.contract.storm import Storm
+
+    g = group()
+    Storm(g, int(seed)).run(int(num))
+    g.close()
+
+
+if __name__ == "__main__":
+    globals()[what[0]](*what[1:])
+    (folder / f"met-{rank}").touch()
