@@ -199,7 +199,7 @@ def report(asked: argparse.Namespace, sizes: list[int], times: Any, limit: list[
                 "times_s": times,
             },
             indent=1,
-        )  # fmt: skip
+        )
         + "\n"
     )
 
