@@ -31,6 +31,11 @@ ROWS = {
     "run_evaluate", "run.phase", "phase fails", "run.build", "run.save", "run.every", "run.print", "a second init",
     # to see
     "summary", "events.jsonl", "TensorBoard", "echelon runs", "echelon status", "echelon logs",
+    # compression
+    "compress: ratio and error", "compress: properties", "compress: NaN and infinity are seen", "compress: how coded rows meet",
+    "compress: same bits on every rank", "compress: error feedback", "compress: zero_grad takes back",
+    "compress: an infinite gradient does not stay", "compress: a lost step changes no bit",
+    "compress: resumed with the same bits", "compress: converges", "compress: at another number of workers",
     # examples
     "example house_prices", "example images", "example language", "example gan",
     # stopping and going on
