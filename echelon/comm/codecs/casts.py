@@ -29,11 +29,14 @@ class Float16:
         exponent = torch.frexp(largest).exponent
         usable = torch.isfinite(largest) & (largest > 0)
         shift = torch.where(usable, TOP - exponent, 0).clamp(-126, 126).to(torch.int32)
-        return torch.cat([as_bytes(shift), as_bytes((x * _power(shift, x.dtype)).half())], 1)
+        payload = torch.empty(x.shape[0], self.payload_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
+        payload[:, :4] = as_bytes(shift)
+        payload[:, 4:].view(torch.float16).copy_(x * _power(shift, x.dtype))
+        return payload
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         shift = from_bytes(payload[:, :4], torch.int32)
-        return from_bytes(payload[:, 4:], torch.float16).to(dtype) * _power(-shift, dtype)
+        return from_bytes(payload[:, 4:], torch.float16).to(dtype).mul_(_power(-shift, dtype))
 
 
 class BFloat16:

@@ -25,8 +25,12 @@ class Int8:
         cut = blocks(x)
         scale = (torch.linalg.vector_norm(cut, math.inf, 2) / STEPS).to(torch.float32)
         divisor = torch.where(scale == 0, 1.0, scale).to(x.dtype).unsqueeze(2)
-        whole = (cut / divisor).round_().clamp_(-STEPS, STEPS).to(torch.int8)
-        return torch.cat([as_bytes(scale), as_bytes(whole)], 1)
+        whole = (cut / divisor).round_().clamp_(-STEPS, STEPS).view(x.shape)
+        payload = torch.empty(x.shape[0], self.payload_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
+        at = 4 * num_blocks(x.shape[1])
+        payload[:, :at] = as_bytes(scale)
+        payload[:, at:].view(torch.int8).copy_(whole)
+        return payload
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         at = 4 * num_blocks(numel)
