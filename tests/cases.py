@@ -35,7 +35,8 @@ ROWS = {
     "compress: ratio and error", "compress: properties", "compress: NaN and infinity are seen", "compress: how coded rows meet",
     "compress: same bits on every rank", "compress: error feedback", "compress: zero_grad takes back",
     "compress: an infinite gradient does not stay", "compress: a lost step changes no bit",
-    "compress: resumed with the same bits", "compress: converges", "compress: at another number of workers",
+    "compress: resumed with the same bits", "compress: converges", "compress: every loop that works without it",
+    "compress: at another number of workers",
     # examples
     "example house_prices", "example images", "example language", "example gan",
     # stopping and going on

@@ -25,7 +25,7 @@ from tests.equality import storms
 from tests.equality.resumed import Runs, same, stopped_and_resumed
 
 CODECS = ["none", "fp16", "bf16", "int8", "1bit", "topk:0.05", "powersgd:2"]
-SCATTERED = ["compressed int8", "compressed topk, accumulating", "compressed 1bit with a scaler"]
+SCATTERED = ["compressed int8", "compressed topk accumulating", "compressed 1bit with a scaler"]
 STOP = 3
 
 

@@ -125,7 +125,7 @@ LOOPS = {
     ),
     "gan": (Strategy(), gan),
     "compressed int8": (Strategy(compress="int8", ema=0.9), lambda run: loop(run, "cnn")),
-    "compressed topk, accumulating": (
+    "compressed topk accumulating": (
         Strategy(compress="topk:0.1", accumulate=3),
         lambda run: loop(run, "transformer"),
     ),
@@ -134,7 +134,7 @@ LOOPS = {
         lambda run: loop(run, autocast=True, scaler=scaler()),
     ),
     "compressed powersgd": (Strategy(compress="powersgd:1"), lambda run: loop(run)),
-    "compressed fp16, a gan": (Strategy(compress="fp16", clip_norm=1.0), gan),
+    "compressed fp16 gan": (Strategy(compress="fp16", clip_norm=1.0), gan),
 }
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.equality import compressed
+from tests.equality import compressed, features, scripts  # noqa: F401  scripts adds to FEATURES
+from tests.equality.test_equality import difference, plain_feature
 
 SCRIPT = Path(__file__).parent / "compressed.py"
 
@@ -52,6 +53,23 @@ def test_coded_sums_follow_the_step(found, name):
         assert forms == {"scatter"}
         assert after_losses == []
         assert after_resume == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.case("compress: every loop that works without it")
+def test_every_feature_works_compressed(tmp_path, launch):
+    """fp16 errs by 2e-4; in-batch negatives amplify that, also in one process."""
+    names = list(features.FEATURES)
+    result = launch(
+        SCRIPT.parent / "features.py", str(tmp_path), ",".join(names), "fp16", workers=3, timeout_s=500
+    )
+    assert result.code == 0, result.err[-3000:]
+    for rank in range(3):
+        found = torch.load(tmp_path / f"rank-{rank}.pt")
+        gaps = {name: difference(found[name], plain_feature(name)) for name in names}
+        assert gaps.pop("run_gather_in_batch_negatives") < 0.2
+        assert {name: gap for name, gap in gaps.items() if not gap < 2e-3} == {}
 
 
 @pytest.mark.case("compress: at another number of workers")
