@@ -66,9 +66,7 @@ def _traffic(progress: Progress) -> list[str]:
     if sent == plain or not progress.step:
         return []
     a_step, saved = _amount(sent / progress.step), _amount((plain - sent) / progress.step)
-    return [
-        f"gradients: {a_step} sent a step by all workers, {saved} saved by compress ({plain / max(sent, 1):.1f} ×)"
-    ]
+    return [f"gradients: {a_step} sent a step, {saved} saved by compress ({plain / max(sent, 1):.1f} ×)"]
 
 
 def _last(progress: Progress) -> str:

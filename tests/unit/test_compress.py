@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from echelon import coding
+from echelon.comm.group import Lost
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
@@ -235,3 +236,18 @@ def test_traffic_counts_what_is_sent_and_what_it_would_have_been():
 
     for traffic in each_of(2, act):
         assert 3.8 < traffic.plain_bytes / traffic.sent_bytes < 4.0
+
+
+@pytest.mark.parametrize("text", CODECS)
+def test_a_peer_that_gives_up_is_a_loss_and_nobody_waits_on(text):
+    def act(group):
+        model = Net()
+        sync = coded_sync(model, group, text, bucket_bytes=9_000, first_bucket_bytes=5_000)
+        sync.begin(Share(weight=1 / 3))
+        if group.rank == 1:
+            group.abort("no more")
+            return True
+        backward(model, group.rank, 0)
+        return isinstance(sync.commit(1), Lost)
+
+    assert each_of(3, act) == [True] * 3
