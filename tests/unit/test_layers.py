@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echelon"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "clock", "env", "strategy", "events", "faults", "activity"),
+    ("errors", "clock", "env", "coding", "strategy", "events", "faults", "activity"),
     ("mesh", "native"),
     ("comm", "control"),
     ("data", "elastic", "checkpoint"),
@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "closures",
         "prepared",
         "whole",
+        "owed",
         "keeping",
         "facts",
         "build",
@@ -56,6 +57,7 @@ NEEDS_TORCH = (
     "closures",
     "prepared",
     "whole",
+    "owed",
     "keeping",
     "facts",
     "build",
