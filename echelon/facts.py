@@ -121,7 +121,9 @@ def _wires(run: Run) -> list[str]:
     if backend == "alone":
         return []
     if backend == "native":
-        return ["gradients through shared memory (no socket is open for them)"]
+        if not address:
+            return ["gradients through shared memory (no socket is open for them)"]
+        return [f"gradients over TCP that asks for the run's token, not encrypted ({address} here)"]
     where = (
         f"are on each host's address in the run's network ({address} here)" if address else "stay on loopback"
     )
