@@ -41,7 +41,9 @@ def worker(rank: int, size: int, folder: Path, address: str, rounds: int, sizes:
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     store = dist.FileStore(str(folder / "store"), size)
     seat = Seat(rank, size, "token", "benchmark")
-    core = hosts.enter(native.core(), StoreMeeting(dist.PrefixStore("mesh", store)), seat, "g", address, Deadline.after(60))
+    core = hosts.enter(
+        native.core(), StoreMeeting(dist.PrefixStore("mesh", store)), seat, "g", address, Deadline.after(60)
+    )
     ours = NativeGroup(core, rank, size, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
 
@@ -168,21 +170,36 @@ def report(asked: argparse.Namespace, sizes: list[int], times: Any, limit: list[
     print(f"{'bytes':>10} {'echelon ms':>11} {'gloo ms':>9} {'gloo / ours':>12} {'of iperf3':>10}")
     for size in sizes:
         ours, theirs = (statistics.median(times[side][str(size)]) for side in ("echelon", "gloo"))
-        rows.append({"bytes": size, "echelon_s": ours, "gloo_s": theirs, "of_iperf3": share * size / ours / link})
-        print(f"{size:>10} {ours * 1e3:>11.3f} {theirs * 1e3:>9.3f} {theirs / ours:>12.2f} {rows[-1]['of_iperf3']:>10.1%}")
+        rows.append(
+            {"bytes": size, "echelon_s": ours, "gloo_s": theirs, "of_iperf3": share * size / ours / link}
+        )
+        print(
+            f"{size:>10} {ours * 1e3:>11.3f} {theirs * 1e3:>9.3f} {theirs / ours:>12.2f} {rows[-1]['of_iperf3']:>10.1%}"
+        )
     if asked.out is None:
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    ).stdout.strip()
     asked.out.write_text(
         json.dumps(
             {
-                "what": "all_reduce among hosts", "when": datetime.now().isoformat(timespec="seconds"), "commit": commit,
-                "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "kernel": platform.release(),
-                "hosts": asked.hosts, "rate": asked.rate, "delay_us": asked.delay_us, "rounds": asked.rounds,
-                "iperf3_bytes_per_s": limit, "rows": rows, "times_s": times,
+                "what": "all_reduce among hosts",
+                "when": datetime.now().isoformat(timespec="seconds"),
+                "commit": commit,
+                "machine": platform.processor() or platform.machine(),
+                "cores": os.cpu_count(),
+                "kernel": platform.release(),
+                "hosts": asked.hosts,
+                "rate": asked.rate,
+                "delay_us": asked.delay_us,
+                "rounds": asked.rounds,
+                "iperf3_bytes_per_s": limit,
+                "rows": rows,
+                "times_s": times,
             },
             indent=1,
-        )  # fmt: skip
+        )
         + "\n"
     )
 

@@ -128,6 +128,11 @@ class ShmGroup final : public CoreGroup {
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {size_t(bytes)}, owner);
     }
 
+    void after_fork() {
+        shm_->after_fork();
+        engine_->after_fork();
+    }
+
     // The limit to measure against: an all_reduce of float32 as a bare loop over the ranks' buffers, with nothing around it but two
     // meetings. `buffer` came from buffer() on every rank, with a first page for the meetings; the numbers lie behind it.
     void plain_loop(uintptr_t buffer, uint64_t count) {
@@ -203,6 +208,7 @@ class HierGroup final : public CoreGroup {
     void set_costs(double alpha, double beta, double each) { hier_->tcp->costs = {alpha, beta, each}; }
     void after_fork() {
         hier_->tcp->after_fork();
+        hier_->shm->after_fork();
         engine_->after_fork();
     }
 
@@ -272,9 +278,10 @@ NB_MODULE(_core, m) {
         .def_prop_ro("failed", &CoreGroup::failed)
         .def("failure", &CoreGroup::failure)
         .def("close", &CoreGroup::close);
-    nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup")
-        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a)
-        .def("plain_loop", &ShmGroup::plain_loop);
+    nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup", nb::is_weak_referenceable())
+        .def("plain_loop", &ShmGroup::plain_loop)
+        .def("after_fork", &ShmGroup::after_fork)
+        .def(nb::init<int, int, const std::vector<int>&, uint64_t>(), "rank"_a, "control_fd"_a, "arena_fds"_a, "term"_a);
     nb::class_<TcpGroup, CoreGroup>(m, "TcpGroup", nb::is_weak_referenceable())
         .def(nb::init<int, const std::vector<std::vector<int>>&, uint64_t, double, std::string>(), "rank"_a, "streams"_a, "term"_a,
              "limit_s"_a, "congestion"_a)

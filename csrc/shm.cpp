@@ -167,6 +167,7 @@ char* Shm::allocate(uint64_t bytes) {
 }
 
 void Shm::release(char* buffer) {
+    if (mine_no_more_) return;
     std::lock_guard hold(regions_lock_);
     auto found = mine_.find(buffer);
     if (found == mine_.end()) return;
@@ -257,6 +258,7 @@ bool Shm::trouble(const std::vector<int>& behind, Failure& failure) {
 }
 
 void Shm::tell(const Failure& failure) {
+    if (mine_no_more_) return;
     Slot& me = slots_[rank];
     me.num_blamed = int32_t(std::min<size_t>(failure.peers.size(), 15));
     std::copy_n(failure.peers.begin(), me.num_blamed, me.blamed);
@@ -267,6 +269,7 @@ void Shm::tell(const Failure& failure) {
 }
 
 void Shm::leave() {
+    if (mine_no_more_) return;
     uint32_t here = uint32_t(State::here);
     if (!slots_[rank].state.compare_exchange_strong(here, uint32_t(State::left))) return;
     for (int peer = 0; peer < size; peer++)

@@ -84,6 +84,9 @@ class Shm final : public Transport {
     const int rank, size;
     const Layout layout;
 
+    // In a forked child: the place belongs to the parent; nothing that happens here is said in its name.
+    void after_fork() { mine_no_more_ = true; }
+
     // --- ticks
     uint32_t tick(int lane, int of) const { return slots_[of].lanes[lane].tick.load(std::memory_order_acquire); }
     void post(int lane);  // one more of mine; rings those who sleep
@@ -142,6 +145,7 @@ class Shm final : public Transport {
     bool pull(int from, std::vector<std::shared_ptr<Op>>& finished);
     void match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved);
 
+    bool mine_no_more_ = false;
     int control_fd_;
     std::vector<int> arena_fds_;
     Header* header_ = nullptr;

@@ -1,6 +1,6 @@
 // Random operations among ranks that are threads of one process, checked against what they must give. For sanitizers.
 //
-//     stress [seed] [operations] [ranks]
+//     stress [seed] [operations] [ranks] [0: shared memory, 1: TCP, 2: both]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -101,6 +101,7 @@ class Rank {
                 Flying one = std::move(flying[which]);
                 flying.erase(flying.begin() + long(which));
                 if (!engine->wait(*one.op, now_ns() + LIMIT_NS)) {
+                    for (Flying& other : flying) engine->wait(*other.op, now_ns() + LIMIT_NS);  // until then its memory is the engine's
                     if (may_end_early) return false;
                     die("rank " + std::to_string(rank) + " lost " + one.op->what() + ": " + engine->failure().reason);
                 }
@@ -316,7 +317,8 @@ int main(int argc, char** argv) {
     uint64_t done = 0, ended = 0;
     for (int game = 0; done < operations; game++) {
         int size = 2 + int(draw() % uint64_t(most - 1));
-        auto ranks = players(Ground(draw() % uint64_t(Ground::count)), size, draw);
+        Ground ground = Ground(argc > 4 ? atoi(argv[4]) : int(draw() % uint64_t(Ground::count)));
+        auto ranks = players(ground, size, draw);
         uint64_t part = 50 + draw() % 200, game_seed = draw();
         bool cancels = draw() % 4 == 0;
         int64_t when_us = int64_t(draw() % 30000);

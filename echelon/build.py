@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from echelon import coding
+from echelon.comm.codecs.plan import pays
 from echelon.comm.group import Group
 from echelon.comm.pick import Groups, backend_for, device_for
 from echelon.control.member import Member
@@ -15,6 +17,8 @@ from echelon.data.deal import Cut
 from echelon.env import Place
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
+from echelon.parallel.coded import CodedWire
+from echelon.parallel.wire import PlainWire
 from echelon.strategy import Strategy, require_built, require_whole
 
 
@@ -49,11 +53,13 @@ def grad_sync(
     strategy: Strategy, params: Sequence[tuple[str, nn.Parameter, bool]], group: Group
 ) -> AllReduceSync:
     """How this strategy lets the gradients of one model meet."""
+    compression = coding.read(strategy.compress)
     return AllReduceSync(
         params,
         group,
         bucket_bytes=int(strategy.bucket_mib * MIB),
         first_bucket_bytes=int(strategy.first_bucket_mib * MIB),
+        wire=CodedWire(group, compression) if compression and pays(group.size) else PlainWire(group),
     )
 
 

@@ -109,6 +109,11 @@ def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> d
     return env
 
 
+def own_token() -> str | None:
+    """ECHELON_TOKEN, left where it is: for groups that no run of ours made."""
+    return os.environ.get(PREFIX + "TOKEN")
+
+
 def native() -> bool:
     """False when the user asks to go without the compiled core (ECHELON_NATIVE=0)."""
     return os.environ.get(PREFIX + "NATIVE", "") != "0"

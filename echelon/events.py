@@ -113,6 +113,9 @@ class Beat(Event):
     doing: str = ""
     stack: list[str] = field(default_factory=list)
     peak_rss_bytes: int = 0
+    sent_bytes: int = 0
+    """Of gradients, by this worker, so far; without compress as many as plain_bytes."""
+    plain_bytes: int = 0
     progress: int = 0
     """Grows with whatever moves in this worker."""
     cpu_s: float = 0.0

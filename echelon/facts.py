@@ -42,6 +42,8 @@ def beat(machine: Machine, rank: int, epochs: int) -> Beat:
         wait_s=machine.wait_s(),
         total_s=time.perf_counter() - times.began if times.began else 0.0,
         doing="training" if counters.global_step else "starting",
+        sent_bytes=sum(sync.wire.traffic.sent_bytes for sync in machine.syncs),
+        plain_bytes=sum(sync.wire.traffic.plain_bytes for sync in machine.syncs),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
@@ -119,7 +121,9 @@ def _wires(run: Run) -> list[str]:
     if backend == "alone":
         return []
     if backend == "native":
-        return ["gradients through shared memory (no socket is open for them)"]
+        if not address:
+            return ["gradients through shared memory (no socket is open for them)"]
+        return [f"gradients over TCP that asks for the run's token, not encrypted ({address} here)"]
     where = (
         f"are on each host's address in the run's network ({address} here)" if address else "stay on loopback"
     )
@@ -138,6 +142,8 @@ def _changes(run: Run) -> list[str]:
     """What makes this run differ from one process in plain torch; empty when nothing does."""
     strategy, several = run.strategy, run.world_size > 1
     found = []
+    if strategy.compress != "none" and several:
+        found.append(f"compress={strategy.compress} sends gradients with fewer bits (docs/compression.md)")
     if strategy.batch == "per-worker" and several:
         found.append("batch=per-worker makes the batch grow with the workers")
     if several and any(_drops(m) for model in run.models for m in model.modules()):

@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from echelon import build, facts
 from echelon.errors import UsageError
+from echelon.loop import Stepping
 from echelon.mesh.layout import Stateful
 from echelon.parallel import norm
 from echelon.parallel.average import Average
+from echelon.parallel.coded import CodedWire
 from echelon.prepare import model as models
 from echelon.prepare.keep import Buffers, Hyper, Tensors, Tracked
 from echelon.prepare.loader import Feed, feed_of, prepare_loader
@@ -57,6 +59,7 @@ class Prepared:
         self._told_uneven = False
         machine.at_snapshot.append(self.adopt_loose_parameters)
         machine.before_meeting = lambda optimizer: self.adopt_loose_parameters()
+        machine.after_apply.append(self._applied)
 
     def prepare(self, objects: tuple[Any, ...], loader_options: dict[str, Any]) -> Any:
         prepared: list[Any] = [None] * len(objects)
@@ -124,8 +127,14 @@ class Prepared:
         sync.saves = lambda: self.saves
         self._owned |= {id(p) for _, p, _ in params}
         self.machine.syncs.append(sync)
+        if isinstance(sync.wire, CodedWire):
+            self.machine.keepers.append(sync.wire)
         self._link()
         return sync
+
+    def _applied(self, optimizer: Stepping) -> None:
+        for sync in optimizer.syncs if self.strategy.compress != "none" else ():
+            sync.applied(optimizer.params())
 
     def _uneven(self) -> None:
         if not self._told_uneven:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from echelon import coding
 from echelon.errors import StrategyError
 
 FORMS = ("allreduce", "ps", "sharded", "auto")
@@ -82,11 +83,11 @@ class Strategy:
     tensorboard: bool = False
     """Write TensorBoard files into the run folder."""
 
-    compress: Literal["none", "fp16", "bf16", "int8", "1bit", "topk", "powersgd"] = "none"
-    """Lossy coding of gradients for slow links."""
+    compress: str = "none"
+    """Lossy coding of gradients for slow links: fp16, bf16, int8, 1bit, topk:SHARE or powersgd:RANK."""
 
     backend: Literal["auto", "gloo", "nccl", "native", "threads"] = "auto"
-    """What carries collectives; auto: NCCL for one GPU a worker, shared memory on one host, else gloo, alone nothing."""
+    """What carries collectives; auto: NCCL for one GPU a worker, the compiled core on CPUs (gloo without it), alone nothing."""
 
     update: Literal["sync", "bounded", "async", "local"] = "sync"
     """How updates meet on a parameter server."""
@@ -153,6 +154,7 @@ class Strategy:
         _need(self.clip_norm >= 0, f"clip_norm={self.clip_norm} must not be negative")
         _need(self.bucket_mib > 0 and self.first_bucket_mib > 0, "a bucket must hold something")
         _need(self.stuck_s >= 0, f"stuck_s={self.stuck_s} must not be negative")
+        coding.read(self.compress)
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
 
     def changed(self) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "compress", "update", "staleness", "backup", "local_steps", "apply", "replicas", "level", "schedule",
+        "data", "update", "staleness", "backup", "local_steps", "apply", "replicas", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon import owed
 from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.load import Saved
 from echelon.data import randomness
@@ -89,7 +90,15 @@ class Whole:
                     for slot, value in optimizer.state.get(param, {}).items():
                         if isinstance(value, Tensor):
                             found.append(self._hold(Key(name, f"optimizer{i}.{slot}"), value))
-        return found
+        return [*found, *owed.holdings(self.machine.syncs, self._trained())]
+
+    def _trained(self) -> dict[int, str]:
+        """Names of all parameters that meet, those of no prepared model too."""
+        known: dict[int, str] = {}
+        for i, prepared in enumerate(self.machine.optimizers):
+            for group, mine in zip(prepared.optimizer.param_groups, self._optimizer_names(i), strict=True):
+                known |= {id(p): name for name, p in zip(mine, group["params"], strict=True)}
+        return known | self._names()
 
     def _hold(self, key: Key, tensor: Tensor, settled: bool = True) -> Holding:
         copies = tuple(range(self.world.size)) if settled else (0,)
@@ -143,6 +152,9 @@ class Whole:
         if saved.world_size == self.world.size:
             for sync, layout in zip(self.machine.syncs, objects["layouts"], strict=False):
                 sync.lay(layout)
+        dropped = owed.restore(self.machine.syncs, self._trained(), saved)
+        if dropped and self.world.rank == 0:
+            self.prepared.warn(dropped)
         self._restore_random(saved, objects)
 
     def _of(self, kind: str) -> list[Any]:

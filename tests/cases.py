@@ -31,6 +31,12 @@ ROWS = {
     "run_evaluate", "run.phase", "phase fails", "run.build", "run.save", "run.every", "run.print", "a second init",
     # to see
     "summary", "events.jsonl", "TensorBoard", "echelon runs", "echelon status", "echelon logs",
+    # compression
+    "compress: ratio and error", "compress: properties", "compress: NaN and infinity are seen", "compress: how coded rows meet",
+    "compress: same bits on every rank", "compress: error feedback", "compress: zero_grad takes back",
+    "compress: an infinite gradient does not stay", "compress: a lost step changes no bit",
+    "compress: resumed with the same bits", "compress: converges", "compress: every loop that works without it",
+    "compress: at another number of workers",
     # examples
     "example house_prices", "example images", "example language", "example gan",
     # stopping and going on
@@ -55,6 +61,9 @@ ROWS = {
     # the native core and torch's backend
     "one contract for every Group", "DDP, FSDP2, tensor parallel and pipelining over our backend",
     "a dead rank raises under our backend", "a lost operation in our run completes with zeros",
-    "torch's own suite over our backend",
+    "torch's own suite over our backend", "Group over shared memory", "every kernel has a twin",
+    "TCP: bounded memory, tags in any order", "TCP: mismatched calls name both sides", "TCP: strangers are dropped without harm",
+    "TCP: sums in rank order, whatever the way", "a link is cut in mid-operation", "a rank dies among hosts",
+    "random operations among hosts",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

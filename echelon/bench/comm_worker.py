@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import echelon
+from echelon import start
 from echelon.bench.comm import LIMIT, SEGMENT, Cell, cell, rounds_for
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Met
@@ -24,7 +24,7 @@ Act = Callable[[], None]
 
 
 def main(asked: dict[str, Any], out: Path) -> None:
-    run = echelon.init(backend=asked["backends"][0])
+    run = start.init(backend=asked["backends"][0])
     world = run.world
     groups: dict[str, Group] = {asked["backends"][0]: world.gradients}
     for backend in asked["backends"][1:]:

@@ -70,7 +70,12 @@ def same_memory() -> str:
 
 
 def enter(
-    core: Any, meeting: Meeting, seat: Seat, name: str, deadline: Deadline, make: Callable[..., Any] | None = None
+    core: Any,
+    meeting: Meeting,
+    seat: Seat,
+    name: str,
+    deadline: Deadline,
+    make: Callable[..., Any] | None = None,
 ) -> Any:
     """The core's group of these ranks; blocks until all are in. Every rank calls it with the same name.
 
@@ -89,7 +94,9 @@ def enter(
             for wire in wires:
                 links.callback(os.close, wire)
             fds = fds[: 1 + seat.size]
-            group = (make or core.ShmGroup)(seat.rank, control, arenas, seat.term)  # the descriptors are the core's now
+            group = (make or core.ShmGroup)(
+                seat.rank, control, arenas, seat.term
+            )  # the descriptors are the core's now
             fds = []
             _all_ready([socket.socket(fileno=os.dup(wire)) for wire in wires], seat, deadline)
             return group

@@ -51,10 +51,14 @@ def enter(
     meeting.put(f"where/{name}/{seat.rank}", (where or handover.same_memory()).encode())
     hosts = gathered([meeting.get(f"where/{name}/{rank}", deadline) for rank in range(seat.size)])
     if len(hosts) == 1:
-        return handover.enter(core, meeting, seat, name, deadline)
+        group = handover.enter(core, meeting, seat, name, deadline)
+        forks.register(group)
+        return group
     links = mesh.connect(meeting, seat, name, address, deadline)
     if len(hosts) == seat.size:
-        group = core.TcpGroup(seat.rank, links, seat.term, limit_s, CONGESTION)  # the descriptors are the core's now
+        group = core.TcpGroup(
+            seat.rank, links, seat.term, limit_s, CONGESTION
+        )  # the descriptors are the core's now
     else:
         number, mine = next((number, ranks) for number, ranks in enumerate(hosts) if seat.rank in ranks)
         local = Seat(mine.index(seat.rank), len(mine), seat.token, seat.run, seat.term)

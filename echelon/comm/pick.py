@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from echelon import env, native
 from echelon.clock import Deadline
-from echelon.comm import gloo, handover, hosts
+from echelon.comm import gloo, hosts
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Group
-from echelon.comm.handover import Meeting, Seat, StoreMeeting
+from echelon.comm.handover import Seat, StoreMeeting
 from echelon.comm.over_native import NativeGroup
 from echelon.comm.over_torch import OP_LIMIT_S, Blame, TorchGroup
 from echelon.comm.store import CoordinatorStore
@@ -88,19 +88,16 @@ class Groups:
                 "backend=native needs the compiled core",
                 remedy="Build it with `pip install .` or `make native`.",
             )
-        deadline = Deadline.after(ENTER_S)
-        seat = Seat(self.rank, self.size, secrets.token_hex(32), "alone")
-        meeting: Meeting = StoreMeeting(dist.HashStore())  # type: ignore[attr-defined]
+        seat, meeting = Seat(0, 1, secrets.token_hex(32), "alone"), StoreMeeting(dist.HashStore())  # type: ignore[attr-defined]
+        address = "127.0.0.1"
         if self.member is not None:
-            seat = Seat(self.rank, self.size, self.member.token, self.member.place.run, self.member.term)
+            place = self.member.place
+            seat = Seat(self.rank, self.size, self.member.token, place.run, self.member.term)
+            address = place.address or net.local_address(net.split(place.coordinator)[0])
             if self._store is None:
                 self._store = CoordinatorStore(self.member, name="native")
             meeting = StoreMeeting(self._store)
-        address = self.member.place.address if self.member is not None else ""
-        if address:
-            group = hosts.enter(core, meeting, seat, name, address, deadline)
-        else:
-            group = handover.enter(core, meeting, seat, name, deadline)
+        group = hosts.enter(core, meeting, seat, name, address, Deadline.after(ENTER_S))
         return NativeGroup(group, self.rank, self.size, self.device, name, self._blame())
 
     def _bound(self) -> contextlib.AbstractContextManager[None]:

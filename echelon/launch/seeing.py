@@ -60,12 +60,14 @@ class Seeing:
 
 
 def stack_of(pid: int, whose: str) -> list[str]:
-    """The stack of this worker's process, or of that one of its "loaders" which is at a sample; [] when there is none."""
+    """The stack of this worker's process, or of one of its "loaders": one that is at a sample, else one that answers."""
     if whose != "loaders":
         return stacks.ask(pid, Deadline.after(STACK_S))
-    deadline = Deadline.after(2 * STACK_S)
+    deadline, other = Deadline.after(2 * STACK_S), list[str]()
     for child in sorted(guard.descendants(pid))[:MAX_LOADERS]:
         stack = stacks.ask(child, deadline.sooner(STACK_S))
         if any("/torch/utils/data/_utils/fetch.py:" in frame for frame in stack):
             return [*stack, f"(loader process {child})"]
-    return []
+        if any("/torch/utils/data/_utils/worker.py:" in frame for frame in stack):
+            other = other or [*stack, f"(loader process {child}, at no sample)"]
+    return other

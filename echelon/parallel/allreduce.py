@@ -26,7 +26,8 @@ from echelon.comm.group import Group, Met, Outcome, merge
 from echelon.parallel import backward, buckets, places, tail
 from echelon.parallel.buckets import MIB, Slot
 from echelon.parallel.gradsync import Share
-from echelon.parallel.sparse import rows_of, sum_rows
+from echelon.parallel.sparse import meet_rows
+from echelon.parallel.wire import PlainWire, Wire
 
 MEETING_LIMIT_S = 1800.0
 IDLE_STEPS = 100
@@ -45,7 +46,9 @@ class AllReduceSync:
         *,
         bucket_bytes: int = 25 * MIB,
         first_bucket_bytes: int = MIB,
+        wire: Wire | None = None,
     ) -> None:
+        self.wire = wire or PlainWire(group)
         self.group, self.bucket_bytes, self.first_bucket_bytes = group, bucket_bytes, first_bucket_bytes
         self.share = Share(weight=1.0 / group.size)
         self.on_met: Callable[[float], None] | None = None
@@ -83,7 +86,9 @@ class AllReduceSync:
             first_bytes=self.first_bucket_bytes,
             bucket_bytes=self.bucket_bytes,
             tail_numel=tail.HEAD + len(self.slots),
+            coded=self.wire.codes,
         )
+        self.wire.build(self.buckets)
         for slot, grad in old:
             if slot.view is not None:
                 slot.view.copy_(grad)
@@ -99,6 +104,7 @@ class AllReduceSync:
         for slot in self.slots:
             slot.fired = slot.stacked = slot.counted = False
         self.next_bucket = 0
+        self.wire.forget()
 
     def refresh(self) -> None:
         for slot in self.active:
@@ -115,7 +121,7 @@ class AllReduceSync:
             self.active = [*self.active, *thawed]
             self.spare = [s for s in self.spare if not s.param.requires_grad]
             self.sparse += [s for s in thawed if s.sparse]
-            self.buckets += buckets.lay([s for s in thawed if not s.sparse], self.group)
+            self.buckets += buckets.lay([s for s in thawed if not s.sparse], self.group, self.wire.codes)
 
     # -- a micro-step --------------------------------------------------------------------------------------------
 
@@ -149,7 +155,7 @@ class AllReduceSync:
             grad = grad.detach()
         if not share.last:
             if share.counts:
-                slot.bank(grad.mul(share.weight) if _shares(grad, slot.view) else grad.mul_(share.weight))
+                slot.bank(grad.mul(share.weight) if slot.lies_in(grad) else grad.mul_(share.weight))
                 self.banked = True
             param.grad = None
             return
@@ -190,9 +196,7 @@ class AllReduceSync:
         elif not share.counts:
             view.zero_()
         elif grad.data_ptr() == view.data_ptr():
-            view.mul_(
-                weight
-            )  # an earlier backward's global gradient is in it: the weights of all ranks sum to one
+            view.mul_(weight)  # an earlier backward's global gradient is in it: all ranks' weights sum to one
         else:
             torch.mul(grad, weight, out=view)
         slot.fired, slot.counted = True, share.counts
@@ -218,7 +222,7 @@ class AllReduceSync:
                 if not all(s.fired for s in self.active) or any(s.param.requires_grad for s in self.spare):
                     return  # the tail must tell of all of them, of those thawed a moment ago too
                 self._write_tail()
-            bucket.work = self.group.all_reduce(bucket.flat)
+            bucket.work = self.wire.send(bucket)
             self.next_bucket += 1
 
     def _write_tail(self, held: Iterable[Slot] = (), late: bool = False) -> None:
@@ -247,7 +251,7 @@ class AllReduceSync:
         outcomes = [b.work.wait(deadline) for b in self.buckets if b.work is not None]
         if any(b.again for b in self.buckets):
             outcomes += self._second_round(deadline)
-        outcomes += self._meet_sparse(deadline)
+        outcomes += meet_rows(self.sparse, self.share, self.group, deadline)
         outcome = merge(outcomes)
         waited = time.perf_counter() - began
         # hand back
@@ -277,9 +281,7 @@ class AllReduceSync:
                 elif param.grad.data_ptr() == view.data_ptr():
                     view.mul_(1.0 / self.group.size)  # global already: an earlier backward's
                 elif self.share.counts:
-                    torch.mul(
-                        param.grad, self.share.weight * self.share.closing, out=view
-                    )  # the script's own
+                    torch.mul(param.grad, self.share.weight * self.share.closing, out=view)  # the script's
                 else:
                     view.zero_()
             bucket.missing = 0
@@ -289,7 +291,7 @@ class AllReduceSync:
         if self.next_bucket < len(self.buckets):
             self._write_tail(held, late)
             for bucket in self.buckets[self.next_bucket :]:
-                bucket.work = self.group.all_reduce(bucket.flat)
+                bucket.work = self.wire.send(bucket)
             self.next_bucket = len(self.buckets)
 
     def _second_round(self, deadline: Deadline) -> list[Outcome]:
@@ -303,18 +305,8 @@ class AllReduceSync:
                 if slot.late is not None and slot.view is not None:
                     slot.view.add_(slot.late)
                     slot.late = None
-            outcomes.append(self.group.all_reduce(bucket.flat).wait(deadline))
+            outcomes.append(self.wire.send(bucket).wait(deadline))
         return outcomes
-
-    def _meet_sparse(self, deadline: Deadline) -> list[Outcome]:
-        """Rows of all sparse parameters at once."""
-        if not self.sparse:
-            return []
-        grads = [rows_of(slot, self.share, self.group.size) for slot in self.sparse]
-        outcome, totals = sum_rows(grads, [s.param.detach() for s in self.sparse], self.group, deadline)
-        for slot, total in zip(self.sparse, totals, strict=True):
-            slot.param.grad = total
-        return [outcome]
 
     def _hand_back(self) -> None:
         dense = [s for s in self.active if not s.sparse]
@@ -327,6 +319,7 @@ class AllReduceSync:
         used = tail.used(self.tail)
         for slot in dense:
             slot.param.grad = slot.view if used[slot.index] > 0 else None
+        self.wire.withdraw([s for s in dense if used[s.index] == 0])
 
     def _look_around(self) -> None:
         """Are all ranks in the same micro-step, and did all have a backward in it?"""
@@ -361,8 +354,13 @@ class AllReduceSync:
             slot.seal()
 
     def withdraw(self, params: Iterable[Tensor]) -> None:
-        for slot in self._mine(params):
+        mine = self._mine(params)
+        for slot in mine:
             slot.pending = None
+        self.wire.withdraw(mine)
+
+    def applied(self, params: Iterable[Tensor]) -> None:
+        self.wire.applied(self._mine(params))
 
     def commit(self, step: int) -> Outcome:
         outcomes, self.outcomes = self.outcomes, []
@@ -392,7 +390,3 @@ class AllReduceSync:
             slot.pending = slot.sealed = slot.late = slot.param.grad = None
         self.open = self.banked = False
         self._reset()
-
-
-def _shares(grad: Tensor, view: Tensor | None) -> bool:
-    return view is not None and grad.layout is torch.strided and grad.data_ptr() == view.data_ptr()

@@ -45,6 +45,11 @@ class Slot:
         """Adds a weighted gradient to what the group holds here. Takes the tensor over."""
         self.pending = grad if self.pending is None else self.pending.add_(grad)
 
+    def lies_in(self, grad: Tensor) -> bool:
+        """Is this gradient the slot's own view?"""
+        view = self.view
+        return view is not None and grad.layout is torch.strided and grad.data_ptr() == view.data_ptr()
+
     def seal(self) -> None:
         if self.pending is not None:
             self.sealed = self.pending if self.sealed is None else self.sealed.add_(self.pending)
@@ -91,17 +96,23 @@ def pack(sizes: Sequence[int], first_bytes: int, bucket_bytes: int) -> list[list
 
 
 def build(
-    slots: Sequence[Slot], group: Group, *, first_bytes: int, bucket_bytes: int, tail_numel: int
+    slots: Sequence[Slot],
+    group: Group,
+    *,
+    first_bytes: int,
+    bucket_bytes: int,
+    tail_numel: int,
+    coded: bool = False,
 ) -> tuple[list[Bucket], Tensor]:
     """Buckets over `slots` in this order (dense ones only), and the tail, which rides in the last bucket if its type
-    can carry counts, else in a bucket of its own."""
+    can carry counts and it is not coded, else in a bucket of its own."""
     dense = [s for s in slots if not s.sparse]
     buckets: list[Bucket] = []
     for _, same in _by_type(dense):
         sizes = [s.param.numel() * s.param.element_size() for s in same]
         for chosen in pack(sizes, first_bytes if not buckets else bucket_bytes, bucket_bytes):
-            buckets.append(_lay([same[i] for i in chosen], group))
-    if buckets and buckets[-1].flat.dtype in (torch.float32, torch.float64):
+            buckets.append(_lay([same[i] for i in chosen], group, coded=coded))
+    if not coded and buckets and buckets[-1].flat.dtype in (torch.float32, torch.float64):
         buckets[-1] = _lay(buckets[-1].slots, group, tail_numel)
     else:
         flat = group.buffer(4 * tail_numel).view(torch.float32)
@@ -113,9 +124,9 @@ def build(
     return buckets, tail
 
 
-def lay(slots: Sequence[Slot], group: Group) -> list[Bucket]:
+def lay(slots: Sequence[Slot], group: Group, coded: bool = False) -> list[Bucket]:
     """One bucket a type, with no tail."""
-    return [_lay(same, group) for _, same in _by_type(slots)]
+    return [_lay(same, group, coded=coded) for _, same in _by_type(slots)]
 
 
 def _by_type(slots: Sequence[Slot]) -> list[tuple[torch.dtype, list[Slot]]]:
@@ -127,10 +138,10 @@ def _by_type(slots: Sequence[Slot]) -> list[tuple[torch.dtype, list[Slot]]]:
     return sorted(kinds.items(), key=lambda item: (item[0] in carries, len(item[1])))
 
 
-def _lay(slots: list[Slot], group: Group, tail_numel: int = 0) -> Bucket:
-    """Gives every slot its view into one flat buffer."""
+def _lay(slots: list[Slot], group: Group, tail_numel: int = 0, coded: bool = False) -> Bucket:
+    """Gives every slot its view into one flat buffer; coded ones have no gaps, since a code would fill them."""
     dtype, itemsize = slots[0].param.dtype, slots[0].param.element_size()
-    step = ALIGN // itemsize
+    step = 1 if coded else ALIGN // itemsize
     starts, at = [], 0
     for slot in slots:
         starts.append(at)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from echelon.comm.group import Outcome
+from echelon.parallel.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class GradSync(Protocol):
     activity: int
     """Grows with every gradient that arrives."""
 
+    wire: Wire
+    """What carries its gradients."""
+
     stop_wanted: Callable[[], bool]
     """Asked in every meeting: was this rank told to stop?"""
 
@@ -78,6 +82,10 @@ class GradSync(Protocol):
 
     def withdraw(self, params: Iterable[Tensor]) -> None:
         """zero_grad: drops what was not sealed."""
+        ...
+
+    def applied(self, params: Iterable[Tensor]) -> None:
+        """An optimizer stepped on these: what coding left out of them stays owed."""
         ...
 
     def holding(self) -> bool:

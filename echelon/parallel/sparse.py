@@ -49,6 +49,17 @@ def sum_rows(
     return outcome, [_add([p[i] for p in parts], table) for i, table in enumerate(like)]
 
 
+def meet_rows(slots: Sequence[Slot], share: Share, group: Group, deadline: Deadline) -> list[Outcome]:
+    """Rows of all sparse parameters at once; `.grad` becomes their sum."""
+    if not slots:
+        return []
+    grads = [rows_of(slot, share, group.size) for slot in slots]
+    outcome, totals = sum_rows(grads, [s.param.detach() for s in slots], group, deadline)
+    for slot, total in zip(slots, totals, strict=True):
+        slot.param.grad = total
+    return [outcome]
+
+
 def rows_of(slot: Slot, share: Share, size: int) -> Tensor | None:
     """What a slot brings to the sum: its gradient by its share, and what the group held; None for nothing."""
     grad = slot.param.grad

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.comm.group import Lost
+from echelon.parallel.gradsync import GradSync
 from echelon.prepare.keep import Scaling, Schedule
 from echelon.prepare.optimizer import prepared_optimizer
 from echelon.step import Machine
@@ -51,6 +52,8 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
     """
     machine.keepers.append(Scaling(scaler))
     inner_step, inner_update, inner_unscale = scaler.step, scaler.update, scaler.unscale_
+    scaled: dict[int, GradSync] = {}
+    """Meetings whose gradients carry the scale that update() may change."""
 
     def unscale_(optimizer: Any) -> None:
         prepared = prepared_optimizer(optimizer)
@@ -74,6 +77,7 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
             if isinstance(lost, Lost):
                 machine.lose(lost, prepared)
                 return None
+            scaled[id(sync)] = sync
         prepared.stepped = False
         result = inner_step(optimizer, *args, **kwargs)
         if not prepared.stepped and not machine.iteration_lost:
@@ -82,7 +86,11 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
 
     def update(*args: Any, **kwargs: Any) -> None:
         if machine.share.last and not machine.iteration_lost and not machine.following():
+            before = scaler._scale.clone() if getattr(scaler, "_scale", None) is not None else None
             inner_update(*args, **kwargs)
+            for sync in scaled.values() if before is not None else ():
+                sync.wire.rescale(scaler._scale / before)
+            scaled.clear()
         elif scaler.is_enabled():
             scaler._per_optimizer_states.clear()
 

@@ -23,7 +23,7 @@ def summary(
     if progress.metrics:
         lines += fold(f"  {_last(progress)}")
     if progress.step:
-        lines += [f"  {line}" for line in table(progress, memory)]
+        lines += [f"  {line}" for line in [*table(progress, memory), *_traffic(progress)]]
     return [
         *lines,
         f"  folder {short(run_dir)}",
@@ -59,6 +59,16 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
     return lines
 
 
+def _traffic(progress: Progress) -> list[str]:
+    """What compress saved; nothing to say without it."""
+    sent = sum(beat.sent_bytes for beat in progress.beats.values())
+    plain = sum(beat.plain_bytes for beat in progress.beats.values())
+    if sent == plain or not progress.step:
+        return []
+    a_step, saved = _amount(sent / progress.step), _amount((plain - sent) / progress.step)
+    return [f"gradients: {a_step} sent a step, {saved} saved by compress ({plain / max(sent, 1):.1f} ×)"]
+
+
 def _last(progress: Progress) -> str:
     names = sorted(progress.metrics, key=lambda key: key != "loss")
     return "last " + ", ".join(f"{key} {number(progress.metrics[key])}" for key in names)
@@ -72,6 +82,10 @@ def _work(progress: Progress) -> str:
         if busy > 0:
             text += f", {rate(progress.samples / busy)} samples/s"
     return text
+
+
+def _amount(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:,.1f} kB"
 
 
 def _memory(count: int) -> str:

@@ -65,7 +65,8 @@ def run_until_lost() -> None:
         if turn == 3:
             (folder / f"going-{rank}").touch()
         if isinstance(outcome, Lost):
-            return lost(outcome)
+            lost(outcome)
+            return
 
 
 def think(seconds: str) -> None:

@@ -10,7 +10,18 @@ from echelon.comm.group import Group
 from tests.contract.group_contract import REAL, brings, equal, expected, met, ops_of
 
 SIZES = (0, 1, 2, 3, 17, 100, 1000, 4097, 65_537, 300_001)
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier", "message")
+KINDS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+    "message",
+)
 
 
 class Storm:
@@ -50,7 +61,9 @@ class Storm:
             n = min(n, 65_537)
             rows = torch.stack([brings(g.rank, n, dtype, salt + r) for r in range(g.size)])
             out = torch.empty(n, dtype=dtype)
-            return [g.reduce_scatter(out, rows, op)], lambda: equal(out, expected(g.size, n, dtype, op, salt + g.rank), op)
+            return [g.reduce_scatter(out, rows, op)], lambda: equal(
+                out, expected(g.size, n, dtype, op, salt + g.rank), op
+            )
         if kind == "broadcast":
             return [g.broadcast(mine, root)], lambda: equal(mine, everybody[root])
         if kind == "all_gather":

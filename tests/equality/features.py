@@ -710,9 +710,10 @@ def main():
     warnings.simplefilter("ignore")
     first = echelon.init()
     chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else list(every)
+    strategy = Strategy(compress=sys.argv[3] if len(sys.argv) > 3 else "none")
     results = {}
     for name in chosen:
-        run = Run(first.place, Strategy(), None, first.emit, world=first.world)
+        run = Run(first.place, strategy, None, first.emit, world=first.world)
         results[name] = every[name](run)
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 

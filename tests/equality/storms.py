@@ -124,6 +124,17 @@ LOOPS = {
         lambda run: loop(run, loader_options={"num_workers": 2, "persistent_workers": True}),
     ),
     "gan": (Strategy(), gan),
+    "compressed int8": (Strategy(compress="int8", ema=0.9), lambda run: loop(run, "cnn")),
+    "compressed topk accumulating": (
+        Strategy(compress="topk:0.1", accumulate=3),
+        lambda run: loop(run, "transformer"),
+    ),
+    "compressed 1bit with a scaler": (
+        Strategy(compress="1bit"),
+        lambda run: loop(run, autocast=True, scaler=scaler()),
+    ),
+    "compressed powersgd": (Strategy(compress="powersgd:1"), lambda run: loop(run)),
+    "compressed fp16 gan": (Strategy(compress="fp16", clip_norm=1.0), gan),
 }
 
 
@@ -144,7 +155,7 @@ def main():
                     (last if "accum" in name or "micro" in name else 10, 0),
                 ):
                     faults.lose(step=step, optimizer=optimizer)
-                if name == "gan":
+                if name.endswith("gan"):
                     faults.lose(step=2, optimizer=1)
                     faults.lose(step=6, optimizer=1)
             run = Run(first.place, strategy, None, first.emit, world=first.world)

@@ -87,10 +87,13 @@ def test_the_same_run_twice_gives_the_same_bits(launched, launch, tmp_path):
 
 
 STORMS = ["plain", "accumulating", "accumulating by hand", "micro-batches", "amp", "scaler", "batchnorm",
-          "ema of the strategy", "ema of the script", "loader processes", "gan"]  # fmt: skip
+          "ema of the strategy", "ema of the script", "loader processes", "gan", "compressed int8",
+          "compressed topk accumulating", "compressed 1bit with a scaler", "compressed powersgd",
+          "compressed fp16 gan"]  # fmt: skip
 
 
 @pytest.mark.case("fp16 with scaling")
+@pytest.mark.case("compress: a lost step changes no bit")
 @pytest.mark.case("faults.lose")
 @pytest.mark.case("replay")
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -56,6 +56,7 @@ def test_stopped_and_resumed_gives_the_same_bits(stopped, name):
 
 @pytest.mark.timeout(600)
 @pytest.mark.case("--resume gives the same bits")
+@pytest.mark.case("compress: resumed with the same bits")
 @pytest.mark.parametrize("name", SOME)
 def test_stopped_and_resumed_by_three_gives_the_same_bits(stopped, name):
     assert_same_bits(stopped(3, SOME), name)

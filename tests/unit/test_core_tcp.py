@@ -56,7 +56,9 @@ def at(x):
 
 def collective(group, kind, x, out=None, root=0, op=SUM, count=None, lane=0):
     dtype = {np.dtype("f4"): F32, np.dtype("f8"): F64, np.dtype("u1"): U8}[x.dtype]
-    return group.collective(kind, dtype, op, root, x.size if count is None else count, at(x), 0 if out is None else at(out), lane)
+    return group.collective(
+        kind, dtype, op, root, x.size if count is None else count, at(x), 0 if out is None else at(out), lane
+    )
 
 
 def together(mesh, act):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -142,6 +143,17 @@ def test_a_summary_fits_80_columns():
     assert any(line.split() == ["0", "31", "300", "10%", "30%", "40%", "10%", "3.0", "GiB"] for line in lines)
     assert all(len(line) <= 80 for line in lines)
     assert lines[-2:] == ["  folder /x/runs/r", "  logs: echelon logs /x/runs/r --rank 0"]
+
+
+def test_a_summary_says_what_compress_saved():
+    progress = trained()
+    beat = progress.beats[0]
+    progress.beats[0] = dataclasses.replace(beat, sent_bytes=31 * 991_000, plain_bytes=31 * 3_933_000)
+    lines = summary(progress, name="r", run_dir=Path("/x/runs/r"), wall_s=75.2, memory={})
+    assert "  gradients: 1.0 MB sent a step, 2.9 MB saved by compress (4.0 ×)" in lines
+    assert not any(
+        "compress" in line for line in summary(trained(), name="r", run_dir=Path("/x"), wall_s=1.0, memory={})
+    )
 
 
 def test_a_summary_names_the_run_as_the_command_line_finds_it(tmp_path, monkeypatch):

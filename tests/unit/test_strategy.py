@@ -47,6 +47,12 @@ def test_precedence():
         ("sync_batchnorm=maybe", "neither true nor false"),
         ("ema=1.5", "must lie in"),
         ("warmup_steps=3", "goes with batch=per-worker"),
+        ("compress=in8", "Did you mean int8?"),
+        ("compress=onebit", "Did you mean 1bit?"),
+        ("compress=topk:2", "must lie in"),
+        ("compress=topk:many", "not a number"),
+        ("compress=powersgd:1.5", "a whole number from 1 to 128"),
+        ("compress=int8:4", "takes no number"),
     ],
 )
 def test_mistakes_teach(text, said):
@@ -62,7 +68,6 @@ def test_mistakes_teach(text, said):
         "tensor=2",
         "pipeline=2",
         "update=async",
-        "compress=fp16",
         "slices=8",
     ],
 )

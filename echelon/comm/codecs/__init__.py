@@ -1,0 +1,1 @@
+"""Lossy coding of gradients for slow links: docs/compression.md."""

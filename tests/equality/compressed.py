@@ -1,0 +1,143 @@
+"""Compressed runs. Started by `echelon run`; writes what each rank found.
+
+compressed.py OUT train        every codec beside none, to the end; steps lost and runs resumed where sums are coded too
+compressed.py OUT save         trains a little and stops with a checkpoint
+compressed.py OUT load SOURCE  goes on from it, at any number of workers
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import echelon
+from echelon import faults
+from echelon.comm.codecs import plan
+from echelon.errors import Preempted
+from echelon.events import Warned
+from echelon.owed import coded
+from echelon.strategy import Strategy
+from tests.equality import storms
+from tests.equality.resumed import Runs, same, stopped_and_resumed
+
+CODECS = ["none", "fp16", "bf16", "int8", "1bit", "topk:0.05", "powersgd:2"]
+SCATTERED = ["compressed int8", "compressed topk accumulating", "compressed 1bit with a scaler"]
+STOP = 3
+
+
+def learn(run, epochs=10):
+    """A small classifier in float32; gives its loss over all samples before and after, and its weights."""
+    torch.manual_seed(5)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 32, generator=g)
+    y = (x[:, :4].sum(1) > 0).long() + 2 * (x[:, 4:8].sum(1) > 0).long()
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.2)
+    loader = DataLoader(
+        TensorDataset(x, y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
+    model, opt, loader = run.prepare(model, opt, loader)
+    before = float(F.cross_entropy(model(x), y))
+    for _ in run.epochs(epochs):
+        for a, b in loader:
+            F.cross_entropy(model(a), b).backward()
+            opt.step()
+            opt.zero_grad()
+    after = float(F.cross_entropy(model(x), y).detach())
+    return {"before": before, "after": after, "weights": [p.detach().clone() for p in model.parameters()]}
+
+
+def train(runs):
+    said = {}
+    for text in CODECS:
+        run = runs.make(Strategy(compress=text), text)
+        said[text] = learn(run)
+        said[text]["forms"] = [
+            c.plan.form for w in coded(run.machine.syncs) for c in w.coders if hasattr(c, "plan")
+        ]
+    return said
+
+
+def code_sums():
+    """However few bytes that saves."""
+    plan.MESSAGE_BYTES, plan.SPARSE_WORTH = -(1 << 40), 1e9
+
+
+def scattered(runs):
+    """Sums are coded as well, however small they are: (names that differ after lost steps, after a resume) of each loop."""
+    code_sums()
+    found = {}
+    for name in SCATTERED:
+        strategy, body = storms.LOOPS[name]
+        faults.clear()
+        calm_run = runs.make(strategy, f"{name}-calm")
+        calm, _ = body(calm_run)
+        forms = {c.plan.form for w in coded(calm_run.machine.syncs) for c in w.coders}
+        for step in (1, 3, 4):
+            faults.lose(step=step, optimizer=0)
+        stormy_run = runs.make(strategy, f"{name}-stormy")
+        stormy, _ = body(stormy_run)
+        assert stormy_run.machine.counters.lost_steps == 3
+        problem, resumed = stopped_and_resumed(runs, name, strategy, lambda run, b=body: b(run)[0], STOP, 0)
+        found[name] = forms, same(calm, stormy), problem or same(calm, resumed)
+    return found
+
+
+def owed(run):
+    """All that this rank owes, by parameter, added up."""
+    return {
+        slot.name: coder.owed(slot)
+        for wire in coded(run.machine.syncs)
+        for coder in wire.coders
+        for slot in coder.bucket.slots
+    }
+
+
+def save(runs):
+    code_sums()
+    run = runs.make(Strategy(compress="topk:0.05"), "saved")
+    run.prepared.stop_wanted = lambda: run.global_step + 1 >= STOP
+    try:
+        learn(run, epochs=1)
+    except Preempted:
+        run.keeping.close()
+    return {"owed": owed(run)}
+
+
+def load(runs, source):
+    told = []
+    if runs.first.world_size == 4:
+        code_sums()
+    runs.first.emit = lambda event, emit=runs.first.emit: (told.append(event), emit(event))
+    run = runs.make(Strategy(compress="topk:0.05"), "loaded")
+    found, arrive = {}, run.keeping.arrive
+
+    def arrived():
+        arrive()
+        found["owed"] = owed(run)
+
+    run.keeping.arrive = arrived
+    found["step"] = run.resume(source / "runs" / "saved")
+    found |= learn(run, epochs=1)
+    found["warned"] = [event.message for event in told if isinstance(event, Warned)]
+    return found
+
+
+def main():
+    torch.set_num_threads(1)
+    out, mode = Path(sys.argv[1]), sys.argv[2]
+    first = echelon.init()
+    runs = Runs(first, out / "runs")
+    if mode == "train":
+        said = {"trained": train(runs), "scattered": scattered(runs)}
+    else:
+        said = save(runs) if mode == "save" else load(runs, Path(sys.argv[3]))
+    torch.save(said, out / f"rank-{first.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
