@@ -22,6 +22,8 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@# a plain path instead of the build backend's import hook: that serves rebuilding on import, and costs every process milliseconds
+	@for hook in .venv/lib/python*/site-packages/_editable_skbc_echelon_train.pth; do echo "$(CURDIR)" > "$$hook"; done
 	@touch $@
 
 native: $(NATIVE) ## build the compiled core into echelon/native

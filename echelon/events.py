@@ -129,6 +129,8 @@ class Beat(Event):
     waits_s: float = 0.0
     begun: dict[str, int] = field(default_factory=dict)
     """Group -> the number of the last operation it began there."""
+    links: dict[str, float] = field(default_factory=dict)
+    """While it waits: its connections to other machines, "local remote" -> seconds for which nothing answered."""
 
 
 @dataclass(frozen=True, kw_only=True)

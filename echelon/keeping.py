@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,8 @@ class Keeping:
         if step and not self._looked:
             self._looked = True
             self.prepared.adopt_loose_schedulers()  # once, after the first step, where nobody waits for a checkpoint
+            if self.strategy.checkpoint_every:
+                self.saver.reserve(self.whole.holdings())
         every = self.strategy.checkpoint_every
         if self.stopping and not loop.abandoned:
             self.leave(loop.mark)
@@ -167,13 +170,14 @@ class Keeping:
         """Begins a checkpoint that is come back to at `mark`; one of the same step is enough."""
         step = self.machine.counters.global_step
         if self.last is None or self.last.step != step or self.last.state == "failed":
+            since = time.monotonic()
             if self.machine.committed:
                 for loader in self.machine.loaders:
                     loader.mark()
             self.trail.leave_at(mark)
             objects = self.whole.objects()  # loops note their places
             objects["trail"] = self.trail.saved()
-            self.last = self.saver.save(step, self.whole.holdings(), objects, self._about())
+            self.last = self.saver.save(step, self.whole.holdings(), objects, self._about(), since)
         for asked in self.asked:
             asked.checkpoint = self.last
         self.asked = []

@@ -31,6 +31,9 @@ class Whole:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared, self.machine, self.world = prepared, prepared.machine, prepared.world
+        self._everybody = tuple(range(self.world.size))
+        self._places: dict[tuple[str, str], tuple[Key, Span]] = {}
+        """Keys and spans of the last checkpoint: the next one's are the same, and gathering it stops the script."""
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -39,27 +42,27 @@ class Whole:
         seen: set[int] = set()
         for i, model in enumerate(self.prepared.models):
             prefix = f"model{i}/" if i else ""
-            names = models.names(model)
-            for param in model.parameters():
+            for name, param in models.unwrapped(model).named_parameters():
                 if id(param) not in seen:
                     seen.add(id(param))
-                    yield prefix + names.get(id(param), "?"), model, param
+                    yield prefix + models.plain_name(name), model, param
 
     def _buffers(self, model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, buffer, is it part of the state dict)."""
         index = self.prepared.models.index(model)
         prefix = f"model{index}/" if index else ""
         plain = models.unwrapped(model)
-        kept = set(plain.state_dict(keep_vars=True))
-        for name, buffer in plain.named_buffers():
+        buffers = list(plain.named_buffers())
+        kept = set(plain.state_dict(keep_vars=True)) if buffers else set()
+        for name, buffer in buffers:
             yield prefix + models.plain_name(name), buffer, name in kept
 
     def _names(self) -> dict[int, str]:
         return {id(param): name for name, _, param in self._params()}
 
-    def _optimizer_names(self, index: int) -> list[list[str]]:
-        """The names of each group's parameters."""
-        known = self._names()
+    def _optimizer_names(self, index: int, known: dict[int, str] | None = None) -> list[list[str]]:
+        """The names of each group's parameters; `known` are those of _names(), if they were asked for already."""
+        known = self._names() if known is None else known
         groups = self.machine.optimizers[index].optimizer.param_groups
         return [
             [known.get(id(p), f"optimizer{index}/group{g}/{n}") for n, p in enumerate(group["params"])]
@@ -70,48 +73,58 @@ class Whole:
 
     def holdings(self) -> list[Holding]:
         """Every tensor. Weights and optimizer state rest until the next step; buffers change in forward."""
-        found = [self._hold(Key(name), param) for name, _, param in self._params()]
+        named = [(name, param) for name, _, param in self._params()]
+        names = {id(param): name for name, param in named}
+        found = [self._hold(name, "value", param) for name, param in named]
         for model in self.prepared.models:
             if self.world.rank == 0:
                 buffers = self._buffers(model)
-                found += [self._hold(Key(name), buffer, settled=False) for name, buffer, _ in buffers]
+                found += [self._hold(name, "value", buffer, settled=False) for name, buffer, _ in buffers]
             average = self.prepared.averages.get(id(model))
             if average is not None:
-                names = self._names()
                 pairs = zip(average.live, average.shadow, strict=True)
-                found += [self._hold(Key(names[id(live)], "ema"), shadow) for live, shadow in pairs]
-        seen = {holding.key for holding in found}
+                found += [self._hold(names[id(live)], "ema", shadow) for live, shadow in pairs]
+        seen = {holding.key.name for holding in found if holding.key.slot == "value"}
         for i, prepared in enumerate(self.machine.optimizers):
             optimizer = prepared.optimizer
-            for group, mine in zip(optimizer.param_groups, self._optimizer_names(i), strict=True):
+            for group, mine in zip(optimizer.param_groups, self._optimizer_names(i, names), strict=True):
                 for name, param in zip(mine, group["params"], strict=True):
-                    if Key(name) not in seen:  # a parameter of no prepared model
-                        found.append(self._hold(Key(name), param))
+                    if name not in seen:  # a parameter of no prepared model
+                        found.append(self._hold(name, "value", param))
                     for slot, value in optimizer.state.get(param, {}).items():
                         if isinstance(value, Tensor):
-                            found.append(self._hold(Key(name, f"optimizer{i}.{slot}"), value))
-        return [*found, *owed.holdings(self.machine.syncs, self._trained())]
+                            found.append(self._hold(name, f"optimizer{i}.{slot}", value))
+        if self.prepared.strategy.compress != "none":
+            found += owed.holdings(self.machine.syncs, self._trained())
+        return found
 
     def _trained(self) -> dict[int, str]:
         """Names of all parameters that meet, those of no prepared model too."""
-        known: dict[int, str] = {}
+        known = names = self._names()
         for i, prepared in enumerate(self.machine.optimizers):
-            for group, mine in zip(prepared.optimizer.param_groups, self._optimizer_names(i), strict=True):
-                known |= {id(p): name for name, p in zip(mine, group["params"], strict=True)}
-        return known | self._names()
+            for group, mine in zip(
+                prepared.optimizer.param_groups, self._optimizer_names(i, names), strict=True
+            ):
+                known = {id(p): name for name, p in zip(mine, group["params"], strict=True)} | known
+        return known
 
-    def _hold(self, key: Key, tensor: Tensor, settled: bool = True) -> Holding:
-        copies = tuple(range(self.world.size)) if settled else (0,)
-        return Holding(key, tensor.detach(), Span.whole(tuple(tensor.shape)), copies, settled)
+    def _hold(self, name: str, slot: str, tensor: Tensor, settled: bool = True) -> Holding:
+        place = self._places.get((name, slot))
+        shape = tuple(tensor.shape)
+        if place is None or place[1].shape != shape:
+            place = self._places[name, slot] = (Key(name, slot), Span.whole(shape))
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        return Holding(place[0], tensor, place[1], self._everybody if settled else (0,), settled)
 
     def objects(self) -> dict[str, Any]:
         """Everything else, as plain data."""
+        names = self._names()
         own_buffers: dict[str, Tensor] = {}
         if not self.prepared.strategy.sync_batchnorm and self.world.rank:
             for model in self.prepared.models:
                 own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
         return {
-            "optimizers": [self._optimizer_objects(i) for i in range(len(self.machine.optimizers))],
+            "optimizers": [self._optimizer_objects(i, names) for i in range(len(self.machine.optimizers))],
             "schedulers": [scheduler.state_dict() for scheduler in self.prepared.schedulers],
             "scalers": [scaler.state_dict() for scaler in self.prepared.scalers],
             "tracked": [obj.state_dict() for obj in self.prepared.tracked],
@@ -123,9 +136,9 @@ class Whole:
             "step": self.machine.counters.global_step,
         }
 
-    def _optimizer_objects(self, index: int) -> dict[str, Any]:
+    def _optimizer_objects(self, index: int, known: dict[int, str]) -> dict[str, Any]:
         optimizer = self.machine.optimizers[index].optimizer
-        names = self._optimizer_names(index)
+        names = self._optimizer_names(index, known)
         groups, state = [], {}
         for group, mine in zip(optimizer.param_groups, names, strict=True):
             groups.append({key: value for key, value in group.items() if key != "params"})
@@ -296,6 +309,8 @@ def _slot(saved: Saved, key: Key, param: Tensor, group: dict[str, Any], there: A
 
 def _extra_state(model: nn.Module) -> dict[str, Any]:
     plain = models.unwrapped(model)
+    if not any(type(module).get_extra_state is not nn.Module.get_extra_state for module in plain.modules()):
+        return {}
     return {key: value for key, value in plain.state_dict().items() if key.endswith("_extra_state")}
 
 

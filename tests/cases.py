@@ -48,7 +48,7 @@ ROWS = {
     # stuck and desynchronised
     "stuck: the decision", "stuck: data", "stuck: stopped", "stuck: holds the GIL", "stuck: asleep", "stuck: busy",
     "stuck: different collectives", "stuck: absent", "stuck: no alarm in a phase", "stuck: goes on", "stuck: waits",
-    "stuck: exit code 124", "stuck: one call, different values", "USERS 1",
+    "stuck: exit code 124", "stuck: one call, different values", "stuck: a dead link", "USERS 1",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
     "Group over torch.distributed with our store", "fuzz", "a rank that leaves the loop alone is named",

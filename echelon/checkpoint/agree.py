@@ -84,8 +84,15 @@ class Agreement:
         except EchelonError:
             return Verdict(False, reason)
         if word == COMMIT:
-            return Verdict(False, reason)
+            return self._stopped_committing(reason) if self._rank == 0 else Verdict(False, reason)
         return Verdict(False, word.decode(), removable=True)
+
+    def _stopped_committing(self, reason: str) -> Verdict:
+        """Rank 0 took the word "commit" (its answer may have got lost) and wrote no manifest: the others wait for its next."""
+        with contextlib.suppress(EchelonError):
+            self._meeting.settle(f"{self._topic}/done", reason.encode())
+            return Verdict(False, reason, removable=True)
+        return Verdict(False, reason)
 
     def follow(self, note: Note) -> Verdict:
         """Every rank but 0: leaves the note and waits for the verdict."""

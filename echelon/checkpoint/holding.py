@@ -17,7 +17,7 @@ CUT_BYTES = 1 << 20
 """Tensors below this are never cut: a piece more costs more than the balance gains."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holding:
     """A tensor of this rank's state: `span` of the global tensor under `key`, held alike by the ranks in `copies`."""
 

@@ -18,8 +18,9 @@ from echelon.checkpoint import objects as trees
 from echelon.checkpoint import prune
 from echelon.checkpoint.agree import Agreement, Verdict
 from echelon.checkpoint.attempt import Attempt
-from echelon.checkpoint.holding import Holding, share
+from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.meeting import Meeting
+from echelon.checkpoint.plan import Plan
 from echelon.checkpoint.snapshot import HostBuffer, Snapshot
 from echelon.checkpoint.store import Store, open_store
 from echelon.clock import FOREVER_S, Deadline
@@ -93,6 +94,7 @@ class Saver:
         self.last: Checkpoint | None = None
         self._meeting, self._emit = meeting, emit
         self._buffer = HostBuffer()
+        self._plan: Plan | None = None
         self._attempt: Attempt | None = None
         self._thread: threading.Thread | None = None
         self._told: collections.deque[Event] = collections.deque()
@@ -104,25 +106,30 @@ class Saver:
     def reserve(self, holdings: Sequence[Holding]) -> None:
         """May be called once before training: gets the memory of a checkpoint of these in the background, so that the
         first one stalls no longer than the next. Returns at once."""
-        parts = share(holdings, self.rank)
-        num_bytes = sum(part.num_bytes for part in parts)
-        if num_bytes >= AT_ONCE_BYTES and self._thread is None:
-            pinned = any(part.holding.tensor.device.type == "cuda" for part in parts)
-            self._buffer.take(num_bytes, pinned=pinned)
+        plan = self._planned(holdings)
+        if plan.num_bytes >= AT_ONCE_BYTES and self._thread is None:
+            pinned = any(holding.tensor.device.type == "cuda" for holding in holdings)
+            self._buffer.take(plan.num_bytes, pinned=pinned)
             self._thread = threading.Thread(
                 target=self._buffer.populate, name="echelon-checkpoint", daemon=True
             )
             self._thread.start()
 
     def save(
-        self, step: int, holdings: Sequence[Holding], objects: Any, about: Mapping[str, Any]
+        self,
+        step: int,
+        holdings: Sequence[Holding],
+        objects: Any,
+        about: Mapping[str, Any],
+        since: float | None = None,
     ) -> Checkpoint:
         """Begins a checkpoint and returns: copied beside what the caller does next, then written, then agreed.
 
         Waits first for one that is still under way. Tensors that are `settled` must not change before before_change()
         was called; all others, and `objects`, are copied here. Raises CheckpointError for what no checkpoint can hold.
+        `since` is when the caller began to gather all this (time.monotonic()): that is part of what training waited.
         """
-        began = time.monotonic()
+        began = time.monotonic() if since is None else since
         try:
             self._wait_for_last()
             topic, self._number = f"{self._number:06d}-{step}", self._number + 1
@@ -149,17 +156,21 @@ class Saver:
         self, step: int, holdings: Sequence[Holding], objects: Any, about: Mapping[str, Any], agreement: Agreement, began: float
     ) -> tuple[Attempt, bool]:  # fmt: skip
         """Checks what was given and copies what may change soon; whether there is a rest to copy."""
-        for holding in holdings:
-            holding.check(self.rank)
+        plan = self._planned(holdings)
         encoded = trees.encode(objects)
         _check_about(about)
-        snapshot = Snapshot(share(holdings, self.rank), self._buffer)
+        snapshot = Snapshot(plan, holdings, self._buffer)
         attempt = Attempt(self.store, agreement, snapshot, encoded, step=step, rank=self.rank, about=dict(about), keep=self.keep)  # fmt: skip
         has_rest = snapshot.copy_now(everything=snapshot.num_bytes < AT_ONCE_BYTES)
         attempt.copy_s = time.monotonic() - began
         if not has_rest:
             attempt.copied.set()
         return attempt, has_rest
+
+    def _planned(self, holdings: Sequence[Holding]) -> Plan:
+        if self._plan is None or not self._plan.fits(holdings):
+            self._plan = Plan(holdings, self.rank)
+        return self._plan
 
     def before_change(self) -> None:
         """Called before any settled tensor changes: returns when the copy no longer needs it. Cheap when idle; where

@@ -9,15 +9,15 @@ import ctypes
 import mmap
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from echelon.checkpoint import kinds, tensorfile
-from echelon.checkpoint.holding import Part
+from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.manifest import BLOCK_BYTES
+from echelon.checkpoint.plan import Plan, Slot
 from echelon.checkpoint.store import Bytes
 
 WRITE_BYTES = 4 << 20
@@ -65,23 +65,15 @@ class HostBuffer:
         self._bytes, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
 
-@dataclass
-class Slot:
-    """Where a part lies in the buffer, and so in the file."""
-
-    part: Part
-    entry: str
-    offset: int
-    crc32: list[int] = field(default_factory=list)
-
-
 class Snapshot:
-    """The copy of `parts`. First copy_now() in the caller's thread, then copy_rest() in any; then chunks()."""
+    """The copy of what `plan` says of `holdings`. First copy_now() in the caller's thread, then copy_rest() in any; then
+    chunks(). One plan serves one snapshot at a time: the checksums are in its slots."""
 
-    def __init__(self, parts: Sequence[Part], buffer: HostBuffer) -> None:
-        self.slots = _lay_out(parts)
-        self.num_bytes = sum(slot.part.num_bytes for slot in self.slots)
-        self._devices = sorted({d.index or 0 for p in parts if (d := p.holding.tensor.device).type == "cuda"})
+    def __init__(self, plan: Plan, holdings: Sequence[Holding], buffer: HostBuffer) -> None:
+        self.slots, self.num_bytes = plan.slots, plan.num_bytes
+        self._tensors = {slot.number: holdings[slot.number].tensor for slot in self.slots}
+        devices = {tensor.device for tensor in self._tensors.values()}
+        self._devices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
         self._buffer = buffer.take(self.num_bytes, pinned=bool(self._devices))
         self._ready = {index: _record(index) for index in self._devices}
         self._copied: list[torch.cuda.Event] = []
@@ -103,11 +95,11 @@ class Snapshot:
             stream.wait_event(self._ready[index])
             with torch.cuda.stream(stream):
                 for slot in rest:
-                    if slot.part.holding.tensor.device == torch.device("cuda", index):
+                    if self._tensors[slot.number].device == torch.device("cuda", index):
                         self._copy(slot)
                 self._copied.append(_record(index))
         for slot in rest:
-            if slot.part.holding.tensor.device.type != "cuda":
+            if self._tensors[slot.number].device.type != "cuda":
                 self._copy(slot)
 
     def hold_stream(self) -> None:
@@ -119,6 +111,7 @@ class Snapshot:
         """Blocks until the bytes are in the buffer; the tensors are needed no more."""
         for event in self._copied:
             event.synchronize()
+        self._tensors = {}
 
     def header(self) -> bytes:
         rows = []
@@ -157,9 +150,9 @@ class Snapshot:
             yield view[sent : self.num_bytes]
 
     def _copy(self, slot: Slot) -> None:
-        part = slot.part
-        source = kinds.bits(part.holding.tensor)
-        times = 2 if part.holding.tensor.is_complex() else 1
+        part, tensor = slot.part, self._tensors[slot.number]
+        source = kinds.bits(tensor)
+        times = 2 if tensor.is_complex() else 1
         start, stop = part.start * times, part.stop * times
         target = self._buffer[slot.offset : slot.offset + part.num_bytes].view(source.dtype)
         for at, view in kinds.windows(source, start, stop):
@@ -168,23 +161,6 @@ class Snapshot:
                 np.copyto(into.numpy(), view.numpy())
             else:
                 into.copy_(view, non_blocking=view.device.type == "cuda")
-
-
-def _lay_out(parts: Sequence[Part]) -> list[Slot]:
-    """Widest types first, so that everything lies aligned."""
-    taken = {tensorfile.METADATA}
-    slots, offset = [], 0
-    for part in sorted(parts, key=lambda part: -kinds.width(part.holding.tensor.dtype)):
-        key = part.holding.key
-        entry = key.name if key.slot == "value" else f"{key.name}#{key.slot}"
-        if not part.whole:
-            entry += f"[{part.span.start}:{part.span.stop}]"
-        while entry in taken:
-            entry += "~"
-        taken.add(entry)
-        slots.append(Slot(part, entry, offset))
-        offset += part.num_bytes
-    return slots
 
 
 def _record(index: int) -> torch.cuda.Event:

@@ -9,9 +9,14 @@ import threading
 from types import FrameType
 
 from echelon import activity
+from echelon.control.links import Links
 from echelon.events import Beat
 
 MAX_FRAMES = 12
+LINKS_AFTER_S = 3.0
+"""Connections are looked at once a wait has lasted this long."""
+
+_links = Links()
 
 
 def main_stack(limit: int = MAX_FRAMES) -> list[str]:
@@ -38,5 +43,5 @@ def complete(beat: Beat, rank: int) -> Beat:
         beat, rank=rank, stack=stack, peak_rss_bytes=beat.peak_rss_bytes or usage.ru_maxrss * 1024,
         doing=now.doing or beat.doing, progress=now.progress, cpu_s=usage.ru_utime + usage.ru_stime, site=now.site,
         waits_in=wait.what, waits_group=wait.group, waits_number=wait.number, waits_bytes=wait.num_bytes,
-        waits_s=wait.for_s, begun=now.begun,
+        waits_s=wait.for_s, begun=now.begun, links=_links.read() if wait.for_s >= LINKS_AFTER_S else {},
     )  # fmt: skip

@@ -36,10 +36,11 @@ class Terminated:
         ready_for_sigterm()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The pipe has it already, unless somebody (an event loop of the script) took the wake-up over."""
-        if signal.set_wakeup_fd(-1) != self._writer:
+        """The pipe has it already, unless somebody (an event loop of the script) took the wake-up over: it stays theirs."""
+        whose = signal.set_wakeup_fd(-1)
+        if whose != self._writer:
             os.write(self._writer, bytes([number]))
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._writer if whose == -1 else whose, warn_on_full_buffer=False)
 
     def _listen(self) -> None:
         times, asked = 0, False

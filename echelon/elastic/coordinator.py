@@ -14,7 +14,8 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -319,13 +320,25 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str, lifeline_f
         watcher=coordinator.hosts,
     )
     await server.start(listening)
-    looking = asyncio.gather(coordinator.look(), coordinator.hosts.look())
+    looking = [asyncio.ensure_future(_again(look)) for look in (coordinator.look, coordinator.hosts.look)]
     try:
         await over.wait()
     finally:
-        looking.cancel()
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
         await server.close()
         coordinator.close()
+
+
+async def _again(look: Callable[[], Awaitable[None]]) -> None:
+    """Looks for ever: a bug in it is printed into this process's log, and costs one look, not all later ones."""
+    while True:
+        try:
+            await look()
+        except Exception:
+            traceback.print_exc()
+            await asyncio.sleep(LOOK_S)
 
 
 def _describe(run_dir: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from echelon.clock import Clock
 from echelon.control.roster import LEFT
 from echelon.elastic import stuck
 from echelon.elastic.membership import Change
-from echelon.elastic.views import ABSENT, DEFAULT, MISMATCH, Options, Verdict, View, limit_s
+from echelon.elastic.views import ABSENT, DEFAULT, LINK, MISMATCH, Options, Verdict, View, limit_s
 from echelon.events import Beat, Event, Stuck, Unstuck
 
 NUM_STEPS = 64
@@ -107,13 +108,8 @@ class Lookout:
         """A host's supervisor looked at its processes: {rank: [state, CPU seconds]}; and stacks that were asked for."""
         now = self._clock()
         for text, told in ranks.items():
-            rank = int(text) if text.isdigit() and len(text) < 7 else -1
-            if (
-                rank < 0
-                or not isinstance(told, list)
-                or len(told) != 2
-                or not isinstance(told[1], (int, float))
-            ):
+            rank = self._known(text)
+            if rank is None or not isinstance(told, list) or len(told) != 2 or not _is_seconds(told[1]):
                 continue
             state, cpu_s, known = str(told[0])[:1], float(told[1]), self.processes.get(rank)
             if known is None:
@@ -121,8 +117,14 @@ class Lookout:
             else:
                 known.state, known.cpu_s, known.at = state, cpu_s, now
         for text, frames in stacks.items():
-            if text.isdigit() and isinstance(frames, list) and frames:
-                self.stacks[int(text)] = ([str(frame)[:MAX_CHARS] for frame in frames[-MAX_FRAMES:]], now)
+            rank = self._known(text)
+            if rank is not None and isinstance(frames, list) and frames:
+                self.stacks[rank] = ([str(frame)[:MAX_CHARS] for frame in frames[-MAX_FRAMES:]], now)
+
+    def _known(self, text: str) -> int | None:
+        """The rank that `text` spells, if it ever beat; so nobody can fill the tables with ranks that are not."""
+        rank = int(text) if text.isascii() and text.isdigit() and len(text) < 7 else -1
+        return rank if rank in self.ranks else None
 
     def wanted(self) -> dict[str, str]:
         """{rank: "process" or "loaders"}: whose stack should be asked for now.
@@ -187,7 +189,7 @@ class Lookout:
         return View(
             rank=number, host=seat.host, pid=seat.pid, state=seat.state, step=max(beat.step, seat.step),
             beat_age_s=silent_s, still_s=now - rank.moved_at, doing=self._doing(number, rank), site=beat.site,
-            wait=wait if beat.waits_in else None, begun=beat.begun, cpu_share=share,
+            wait=wait if beat.waits_in else None, begun=beat.begun, links=beat.links, cpu_share=share,
             process=process.state if process is not None else "",
             process_age_s=None if process is None else now - process.at,
         )  # fmt: skip
@@ -202,7 +204,7 @@ class Lookout:
         return saving or activity.recognised(files)
 
     def _event(self, verdict: Verdict, views: Mapping[int, View], now: float) -> Stuck:
-        first = verdict.ranks[0] if verdict.ranks and verdict.kind != MISMATCH else None
+        first = verdict.ranks[0] if verdict.ranks and verdict.kind not in (MISMATCH, LINK) else None
         if first is None:
             step = max((view.step for view in views.values()), default=0)
             return Stuck(
@@ -247,11 +249,15 @@ class Lookout:
             process.at, process.before_at = process.at + gap_s, process.before_at + gap_s
 
 
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < math.inf
+
+
 def _moved(before: Beat, after: Beat) -> bool:
     return (before.progress, before.step, before.samples) != (after.progress, after.step, after.samples)
 
 
 def _with_place(beat: Beat, before: Beat) -> Beat:
     kept = ("stack", "progress", "cpu_s", "site", "waits_in", "waits_group", "waits_number", "waits_bytes", "waits_s",
-            "begun", "doing")  # fmt: skip
+            "begun", "links", "doing")  # fmt: skip
     return dataclasses.replace(beat, **{name: getattr(before, name) for name in kept})

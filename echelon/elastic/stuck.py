@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from echelon.activity import ANYBODY, DATA, ENDED, PHASE
 from echelon.control.roster import JOINED
+from echelon.elastic import deadlink
 from echelon.elastic.views import (
     ABSENT,
     ASLEEP,
@@ -49,7 +50,7 @@ def decide(views: Sequence[View], median_step_s: float, options: Options = DEFAU
         _unheard(here, heard, waits, limits, options)
         or _crossed(views, waits, options)
         or _idle(views, waits, limits, options)
-        or _broken(here, waits, limits)
+        or _broken(here, waits, limits, options)
         or _starved(here, limits)
     )
 
@@ -259,23 +260,31 @@ def _why_still(view: View, kind: str) -> str:
 # everybody came, and nothing moves
 
 
-def _broken(here: Sequence[View], waits: Mapping[int, set[int]], limits: Limits) -> Verdict | None:
-    stands = [
-        view
-        for view in here
-        if view.wait is not None
-        and view.rank in waits
-        and view.wait.number != ANYBODY
-        and view.wait.group != "phase"
-        and not waits[view.rank]
-        and min(view.wait.for_s, view.still_s) >= limits.link_s
-    ]
-    if len(stands) != len(here) or not here:
+def _broken(
+    here: Sequence[View], waits: Mapping[int, set[int]], limits: Limits, options: Options
+) -> Verdict | None:
+    """All wait, and those for whom the others wait are together in their operation, which does not end."""
+    stands = [view for view in here if view.rank in waits and not waits[view.rank]]
+    if len(waits) < len(here) or not stands or any(_is_ours(view) for view in stands):
+        return None
+    dead = deadlink.dead_links(here, options.answer_s)
+    least_s = limits.plain_s if dead else limits.link_s
+    if any(view.wait is None or min(view.wait.for_s, view.still_s) < least_s for view in stands):
         return None
     wait = stands[0].wait
     assert wait is not None
-    reason = f"every worker is in {wait.what} since {wait.for_s:.0f} s and nothing moves: a link between them is dead"
-    return Verdict(LINK, (), reason, _others(here, waits, ()))
+    others = _others(here, waits, ())
+    if dead:
+        return Verdict(LINK, tuple(sorted((dead[0].rank, dead[0].peer))), deadlink.told(dead, here), others)
+    if wait.number == ANYBODY:
+        return None
+    reason = f"every worker waits, in {wait.what} since {wait.for_s:.0f} s, and nothing moves: a link between them is dead"
+    return Verdict(LINK, (), reason, others)
+
+
+def _is_ours(view: View) -> bool:
+    """It waits for rank 0's word or for others to come, over the coordinator: no link between workers is in it."""
+    return view.wait is not None and view.wait.group in ("phase", "start")
 
 
 def _starved(here: Sequence[View], limits: Limits) -> Verdict | None:

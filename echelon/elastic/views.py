@@ -32,7 +32,10 @@ class Options:
     fresh_s: float = 3.0
     """A beat that is older says nothing about now."""
     mismatch_s: float = 5.0
+    answer_s: float = 5.0
+    """A connection without an answer for so long is dead."""
     link_s: float = 30.0
+    """All stand in one operation, and no dead connection is seen."""
     first_s: float = 60.0
     """A rank that computes, before the first step: imports, loading, warming up."""
     slow_s: float = 300.0
@@ -59,6 +62,8 @@ class View:
     site: str = ""
     wait: Wait | None = None
     begun: Mapping[str, int] = field(default_factory=dict)
+    links: Mapping[str, float] = field(default_factory=dict)
+    """Its connections, "local remote" -> seconds without an answer."""
     cpu_share: float | None = None
     """Cores used since it stands still, or since it fell silent; None when not known."""
     process: str = ""

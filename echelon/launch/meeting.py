@@ -60,18 +60,22 @@ def meet(
     """
     with _probe(me.address) as port:
         known, there, checked, answered = "", [], False, Deadline.after(SILENT_S)
+        problems: list[str] | None = None
         while True:
             try:
                 if known in ("", "gathering"):
                     stage = wire.call("host.enlist", Deadline.after(ENLIST_S), name=me.name, address=me.address,
                                       workers=me.workers, probe_port=port)["stage"]  # fmt: skip
                     known = known or stage
+                if problems is not None:
+                    wire.call("host.reached", Deadline.after(CALL_S), problems=problems)
+                    problems, checked = None, True
                 answer = wire.call("host.gathered", Deadline.after(CALL_S), known=known if checked or known == "gathering" else "",
                                    timeout_s=min(POLL_S, deadline.left_s))  # fmt: skip
             except Unreached as error:
                 if error.refused or answered.passed or deadline.passed:
                     raise
-                known, checked = "", False
+                known, checked, problems = "", False, None
                 continue
             if answer["stage"] == "failed":
                 raise NotFormed(answer["reason"], answer["remedy"], answer["code"])
@@ -84,8 +88,7 @@ def meet(
                 return Assembly(seats, next(seat for seat in seats if seat.key == answer["key"]))
             if known == "checking" and not checked:
                 others = [host for host in there if host.key != answer["key"]]
-                wire.call("host.reached", Deadline.after(CALL_S), problems=reach(me, others))
-                checked = True
+                problems = reach(me, others)
             elif known == "gathering":
                 checked = False
             if deadline.passed:

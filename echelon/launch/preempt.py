@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from echelon.activity import IMPORTING
 from echelon.clock import Clock
 from echelon.errors import PREEMPTED
-from echelon.events import CheckpointSaved, Configured, Event, Resumed, StopAsked
+from echelon.events import Beat, CheckpointSaved, Configured, Event, Resumed, StopAsked
 from echelon.launch.asked import Stop
 from echelon.launch.blame import Exit
 
 TERMINATED = 143
 INIT_S = 10.0
-"""How long a script that has not called echelon.init may take to do so, once the run is asked to stop."""
+"""How long a script that has not called echelon.init may take to do so, once the run is asked to stop and no worker is seen
+to import any more, or to wait in echelon.init for the others; never longer than the grace."""
 
 LEAVE_S = 10.0
 """How long processes may take to end once their checkpoint is complete."""
@@ -31,7 +33,11 @@ class Preempting:
         self._path = ""
         """The last complete checkpoint that was heard of, "" when there is none."""
         self._saved = False
-        """It was completed after the request: all that is left to do is to leave."""
+        """It was completed after the request, and is no older than it: all that is left to do is to leave."""
+        self._step = 0
+        """The last committed step that was heard of before the request."""
+        self._starting = 0.0
+        """When a worker was last seen on its way to echelon.init."""
         self._joined = False
         """The script has called echelon.init: there may be something to save."""
 
@@ -51,9 +57,14 @@ class Preempting:
             self.begin(event.reason)
         elif isinstance(event, Configured):
             self._joined = True
+        elif isinstance(event, Beat):
+            self._step = self._step if self.begun else max(self._step, event.step)
+            if event.doing == IMPORTING or event.waits_group == "start":
+                self._starting = self._clock()
         elif isinstance(event, CheckpointSaved | Resumed):
             self._path = event.path
-            self._saved = self.begun and isinstance(event, CheckpointSaved)
+            last = isinstance(event, CheckpointSaved) and event.step >= self._step
+            self._saved = self.begun and last  # one that was under way when the request came is not the last
 
     def in_order(self, end: Exit) -> bool:
         """Did this worker end because it was asked to?"""
@@ -71,7 +82,7 @@ class Preempting:
         if out or (self._saved and late_s > LEAVE_S):
             words = (f"checkpoint  {self._path}", f"go on with  {self._again}")
             return Stop(PREEMPTED, f"stopped in good order ({self._reason})", words)
-        if not self._joined and now - self._since > min(INIT_S, self._grace_s):
+        if not self._joined and now - max(self._since, self._starting) > min(INIT_S, self._grace_s):
             reason = (
                 f"ended before the script called echelon.init, so there is nothing to save ({self._reason})"
             )

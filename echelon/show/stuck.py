@@ -54,6 +54,8 @@ def _head(event: Stuck) -> str:
     if event.rank is None:
         who = f"workers {spell_ranks(event.ranks)} are" if event.ranks else "the run is"
         words = "out of step" if event.kind == "mismatch" else "stuck"
+        if event.kind == "link" and len(event.ranks) == 2:
+            who, words = f"workers {event.ranks[0]} and {event.ranks[1]}", "do not reach each other"
         return f"stuck ({event.kind}): {who} {words}{step}"
     who = f"worker {event.rank} on {event.host} (pid {event.pid})"
     more = (

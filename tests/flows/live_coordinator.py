@@ -33,9 +33,10 @@ serve(int(sys.argv[1]), Path(sys.argv[2]), sys.stdin.readline().strip())
 class LiveCoordinator:
     """Holds the listening socket, as a supervisor does, so that the address outlives the process."""
 
-    def __init__(self, run_dir: Path, num_workers: int = 2) -> None:
+    def __init__(self, run_dir: Path, num_workers: int = 2, num_hosts: int = 1) -> None:
         self.run_dir, self.token = run_dir, tokens.make()
-        (run_dir / "run.json").write_text(json.dumps({"name": RUN, "num_workers": num_workers}))
+        record = {"name": RUN, "num_workers": num_workers, "num_hosts": num_hosts}
+        (run_dir / "run.json").write_text(json.dumps(record))
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
         self.start()
@@ -68,6 +69,10 @@ class LiveCoordinator:
             self.address, token or self.token, Identity(run, role, rank), Deadline.after(20)
         )
 
+    def joiner(self, key: int) -> Client:
+        """A further host that has no seat yet."""
+        return Client.connect(self.address, self.token, Identity("", "joiner", 0, key), Deadline.after(20))
+
     def member(self, rank: int = 0, role: str = "worker") -> Member:
         return Member.join(self.place(rank, role), self.token, Deadline.after(20))
 
@@ -86,8 +91,8 @@ class LiveCoordinator:
 
 
 @contextlib.contextmanager
-def coordinator(run_dir: Path, num_workers: int = 2) -> Iterator[LiveCoordinator]:
-    live = LiveCoordinator(run_dir, num_workers)
+def coordinator(run_dir: Path, num_workers: int = 2, num_hosts: int = 1) -> Iterator[LiveCoordinator]:
+    live = LiveCoordinator(run_dir, num_workers, num_hosts)
     try:
         yield live
     finally:

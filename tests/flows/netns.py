@@ -56,6 +56,18 @@ class NetHost:
                     "-I", chain, "!", "-i" if chain == "INPUT" else "-o", "lo", "-j", "DROP", family=family
                 )
 
+    def cut(self, other: NetHost) -> None:
+        """From now on no packet goes to `other` or comes from it, and nobody is told. Others are reached as before."""
+        for family, address in (("iptables", other.ipv4), ("ip6tables", other.ipv6)):
+            if address:
+                self.iptables("-I", "INPUT", "-s", address, "-j", "DROP", family=family)
+                self.iptables("-I", "OUTPUT", "-d", address, "-j", "DROP", family=family)
+
+    def mend(self) -> None:
+        """No rule is left."""
+        for family in ("iptables", "ip6tables"):
+            self.iptables("-F", family=family)
+
 
 class Network:
     """`count` hosts h0, h1, … on one bridge; those in `ipv6_only` have no IPv4 address."""

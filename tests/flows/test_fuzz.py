@@ -107,6 +107,7 @@ class Fuzzer:
             assert answer is not None, "a well-formed call must be answered"
             told = self.inside.opener.open(answer)
             assert "error" in told or "result" in told
+            assert "failed in the coordinator" not in str(told.get("error")), told
             return
         if mischief == self.broken:
             assert _try_read(self.inside.wire) is None, "a frame that does not open must end the connection"
@@ -139,18 +140,34 @@ class Fuzzer:
         }
         if method in ("store.get", "store.wait", "watch"):
             args["timeout_s"] = self.random.choice([0.0, -1.0, float("nan"), "1"])
+        if method == "seen" and self.random.random() < 0.8:
+            args = {name: self.told() for name in ("ranks", "stacks")}
+        if method == "died" and args.get("rank") == 0:
+            args["rank"] = 7  # worker 0 is asked at the end whether it is still there
         call = {"id": self.random.choice([0, -1, 1 << 63]), "method": method, "args": args}
         frame = inside.seal(frames.pack(call), inside.counter)
         inside.counter += 1
         return frame
 
+    def told(self) -> Any:
+        """What a host's supervisor might say of its processes: some of it right, of rank 0 too."""
+        if self.random.random() < 0.1:
+            return self.random.choice(VALUES)
+        return {
+            self.random.choice(RANKS): self.random.choice(PROCESSES) for _ in range(self.random.randrange(5))
+        }
+
 
 NAMES = ["key", "keys", "value", "amount", "beat", "events", "first", "after", "timeout_s", "expected", "desired",
          "term", "host", "pid", "rank", "code", "step", "name", "address", "workers", "probe_port", "known", "problems", "reason",
-         "sent"]  # fmt: skip
+         "sent", "ranks", "stacks"]  # fmt: skip
 METHODS = ["describe", "join", "beat", "roster", "leave", "died", "watch", "stop", "store.set", "store.get",
            "store.wait", "store.add", "store.check", "store.compare_set", "store.delete", "store.count", "host.enlist",
-           "host.refuse", "host.reached", "host.gathered", "host.cancel"]  # fmt: skip
+           "host.refuse", "host.reached", "host.gathered", "host.cancel", *["seen"] * 6]  # fmt: skip
+ROLES = ["cli", "supervisor"]
+RANKS = ["0", "1", "7", "999999", "9" * 30, "9" * 5000, "-1", "", "x", "\u00b2", "\u0663", "0x1", " 1"]
+PROCESSES: list[Any] = [["S", 1.0], ["T", 3], ["S", float("nan")], ["", -1.0], ["SSSS", True], ["R", "x"], ["R"], "R", None, [],
+                        ["train.py:1 f"], ["x" * 5000] * 100, [["f"]], [None], {"R": 1.0}, [b"R", 1.0], 1 << 63]  # fmt: skip
 VALUES: list[Any] = [None, True, 0, -1, (1 << 64) - 1, 1.5, float("inf"), "", "k", "x" * 5000, b"", b"v" * 100, [], ["k"],
                      [["k"]], [1], {}, {"event": "Beat"}, [{"event": "Beat", "step": "x"}], [{"event": "Warned", "message": "t"}],
                      [{"event": "Logged", "step": 1 << 62, "values": {"a": 1}, "weight": -1.0}], [{"event": "No"}]]  # fmt: skip
@@ -186,7 +203,9 @@ class Insider:
 
     def __init__(self, fuzzer: Fuzzer) -> None:
         self.wire = fuzzer.dial()
-        side = ClientSide(fuzzer.live.token, Identity(RUN, "cli", fuzzer.random.randrange(4)))
+        side = ClientSide(
+            fuzzer.live.token, Identity(RUN, fuzzer.random.choice(ROLES), fuzzer.random.randrange(4))
+        )
         self.wire.sendall(side.hello())
         self.wire.sendall(side.prove(frames.unpack(_read(self.wire))))
         self.session: Session = side.finish(frames.unpack(_read(self.wire)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import socket
@@ -16,6 +18,7 @@ from echelon.control import frames
 from echelon.control.rpc import Client, Identity
 from echelon.errors import AuthError, PeerLost, UsageError, WorldError
 from echelon.events import Beat, Failed, Logged, Metric, Warned, from_dict
+from echelon.launch import meeting
 from tests.flows.live_coordinator import coordinator
 
 
@@ -285,3 +288,30 @@ def _open_sockets(pid: int) -> int:
         except OSError:
             continue
     return sum(link.startswith("socket:") for link in links) - 2  # the event loop's own pair
+
+
+def test_hosts_form_although_the_coordinator_ends_while_they_try_to_reach_each_other(tmp_path, monkeypatch):
+    with coordinator(tmp_path, num_hosts=2) as live:
+        real, ended = meeting.reach, threading.Event()
+
+        def reach(me, others):
+            found = real(me, others)
+            if not ended.is_set():
+                ended.set()
+                live.kill()
+                live.start()
+            return found
+
+        monkeypatch.setattr(meeting, "reach", reach)
+        monkeypatch.setattr(meeting, "_try", lambda me, host: "")
+        monkeypatch.setattr(meeting, "_probe", lambda address: contextlib.nullcontext(1))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            wires = [live.client(0, "supervisor"), live.joiner(7)]
+            hosts = [meeting.Me("h0", "10.77.0.1"), meeting.Me("h1", "10.77.0.2")]
+            both = [
+                pool.submit(meeting.meet, w, me, Deadline.after(60))
+                for w, me in zip(wires, hosts, strict=True)
+            ]
+            assert [one.result(90).mine.name for one in both] == ["h0", "h1"]
+        for wire in wires:
+            wire.close()

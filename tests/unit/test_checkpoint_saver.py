@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from echelon.checkpoint.meeting import Room, alone
 from echelon.checkpoint.prune import to_remove
 from echelon.checkpoint.saver import Saver
 from echelon.clock import Deadline
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, WorldError
 from echelon.events import CheckpointFailed, CheckpointSaved, Warned
 from echelon.mesh.layout import Key, Span
 from tests.checkpoint_ranks import bits, cut, read, save, save_alone, together, whole
@@ -402,3 +403,63 @@ def test_an_empty_checkpoint_is_one(tmp_path):
     save(tmp_path, 0, lambda rank: [], size=2)[1].wait()
     saved, _ = latest(Path(tmp_path))
     assert (saved.keys(), saved.objects(1)) == ([], None)
+
+
+def test_when_rank_0_loses_the_answer_to_its_word_nobody_waits_for_it(tmp_path):
+    """The coordinator took "commit" and was gone before it said so: rank 0 fails, and says that it does."""
+    room = Room(2)
+
+    class Broken:
+        def __init__(self, meeting):
+            self._meeting, self.lost = meeting, False
+
+        def __getattr__(self, name):
+            return getattr(self._meeting, name)
+
+        def settle(self, topic, word):
+            held = self._meeting.settle(topic, word)
+            if word == agree.COMMIT and not self.lost:
+                self.lost = True
+                raise WorldError("the connection to the coordinator broke")
+            return held
+
+    def act(rank):
+        meeting = room.meeting(rank) if rank else Broken(room.meeting(0))
+        one = Saver(tmp_path, rank, 2, meeting, lambda event: None)
+        states = []
+        for step in (1, 2):
+            handle = one.save(step, whole({"w": torch.ones(10)}, 2), None, {})
+            one.finish(Deadline.after(30))
+            states.append(handle.state)
+        return states
+
+    assert together(2, act) == [["failed", "complete"], ["failed", "complete"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_state_that_looks_the_same_is_planned_once_and_nothing_of_it_is_kept(tmp_path):
+    one = Saver(tmp_path, 0, 1, alone(), lambda event: None)
+    plans, alive = [], []
+    for step, state in enumerate(({"a": torch.ones(5), "b": torch.zeros(3, 2)}, {"a": torch.full((5,), 2.0), "b": torch.ones(3, 2)},
+                                  {"a": torch.ones(6), "b": torch.ones(3, 2)}, {"a": torch.ones(6), "b": torch.ones(3, 2).half()}), 1):  # fmt: skip
+        one.save(step, whole(state, 1), None, {}).wait(Deadline.after(30))
+        plans.append(one._plan)
+        saved = open_saved(tmp_path / f"step-{step:08d}")
+        assert all(torch.equal(read(saved, name), tensor) for name, tensor in state.items())
+        one.before_change()
+        alive.append([weakref.ref(tensor) for tensor in state.values()])
+    assert plans[0] is plans[1] is not plans[2] is not plans[3]
+    del state
+    one.finish(Deadline.after(30))
+    assert [ref() for refs in alive[:-1] for ref in refs] == [None] * 6
+
+
+def test_gathering_the_state_counts_as_stall(tmp_path):
+    told = []
+    one = Saver(tmp_path, 0, 1, alone(), told.append)
+    one.save(1, whole({"a": torch.ones(5)}, 1), None, {}, since=time.monotonic() - 7.0).wait(
+        Deadline.after(30)
+    )
+    one.finish(Deadline.after(30))
+    assert told[0].stall_s >= 7.0
+    assert one.stall_s >= 7.0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import pytest
 
 from echelon import activity
 from echelon.activity import Wait
 from echelon.clock import FakeClock
 from echelon.control import stacks
+from echelon.elastic import coordinator
 from echelon.elastic.lookout import Lookout
 from echelon.elastic.membership import Change
 from echelon.elastic.stuck import decide
@@ -40,6 +44,8 @@ def silent(rank, age_s, process="R", process_age_s=1.0, **known):
         rank, beat_age_s=age_s, still_s=age_s, process=process, process_age_s=process_age_s, **known
     )
 
+
+B_TO_C, C_TO_B = "10.0.0.2:40000 10.0.0.3:5000", "10.0.0.3:5000 10.0.0.2:40000"
 
 ROWS = {
     # nothing to tell
@@ -102,11 +108,39 @@ ROWS = {
     "ended, with a thread that goes on": ([waiting(0, 5), standing(1, 6, doing="script ended")], 0.1, ("absent", (1,))),
     # nobody's fault
     "a dead link": ([waiting(0, 30), waiting(1, 30)], 0.1, ("link", ())),
+    "a dead link, and one got past it": (
+        [waiting(0, 30, number=11), waiting(1, 30), waiting(2, 30)], 0.1, ("link", ())),
     "all wait for data": ([standing(0, 31, doing="data")], 0.1, ("data", (0,))),
+    # a connection without an answer
+    "a dead connection": ([waiting(0, 10), waiting(1, 10, links={B_TO_C: 7.0}), waiting(2, 10, links={C_TO_B: 0.0})],
+                          0.1, ("link", (1, 2))),
+    "a dead connection seen from the other end": (
+        [waiting(0, 10), waiting(1, 10, links={B_TO_C: 0.0}), waiting(2, 10, links={C_TO_B: 7.0})], 0.1, ("link", (1, 2))),
+    "a dead connection, and one got past it": (
+        [waiting(0, 10, number=11), waiting(1, 10, links={B_TO_C: 7.0}), waiting(2, 10, links={C_TO_B: 0.0})],
+        0.1, ("link", (1, 2))),
+    "a dead connection before the first step": (
+        [waiting(0, 10, step=0), waiting(1, 10, step=0, links={B_TO_C: 7.0}), waiting(2, 10, step=0, links={C_TO_B: 7.0})],
+        0.0, ("link", (1, 2))),
+    "a dead connection in torch's own collective": (
+        [waiting(0, 10, "torch.distributed", 0, links={B_TO_C: 7.0}), waiting(1, 10, "torch.distributed", 0, links={C_TO_B: 0.0})],
+        0.1, ("link", (0, 1))),
+    "a dead connection in a slow step": ([waiting(0, 20, links={B_TO_C: 15.0}), waiting(1, 20, links={C_TO_B: 0.0})], 8.0, None),
+    "a connection that paused": ([waiting(0, 12, links={B_TO_C: 2.0}), waiting(1, 12, links={C_TO_B: 0.0})], 0.1, None),
+    "a dead connection to somebody else": (
+        [waiting(0, 12, links={"10.0.0.2:7 10.9.9.9:5432": 60.0}), waiting(1, 12, links={C_TO_B: 0.0})], 0.1, None),
+    "a dead connection, and one still computes": (
+        [waiting(0, 12, links={B_TO_C: 7.0}), waiting(1, 12, links={C_TO_B: 0.0}), standing(2, 2)], 0.1, None),
+    "its other end did not fit into the beat": (
+        [waiting(0, 10, links={B_TO_C: 7.0}), waiting(1, 10, links={"10.0.0.3:1 10.0.0.1:2": 0.0})], 0.1, ("link", (0, 1))),
+    "its other end may be either of two": (
+        [waiting(0, 10, links={B_TO_C: 7.0}), waiting(1, 10, links={"10.0.0.3:1 10.0.0.1:2": 0.0}),
+         waiting(2, 10, links={"10.0.0.3:3 10.0.0.1:2": 0.0})], 0.1, None),
 }  # fmt: skip
 
 
 @pytest.mark.case("stuck: the decision")
+@pytest.mark.case("stuck: a dead link")
 @pytest.mark.parametrize("name", ROWS)
 def test_the_table(name):
     views, median_step_s, expected = ROWS[name]
@@ -199,9 +233,13 @@ def test_a_coordinator_that_stood_still_blames_nobody():
 
 def test_what_came_over_the_wire_wrong_is_left_aside():
     lookout = Lookout()
+    for rank in range(4):
+        lookout.beat(Beat(rank=rank))
     lookout.seen(
-        {"x": ["R", 1.0], "-1": ["R", 1], "0": "R", "1": ["R"], "2": ["R", "x"]}, {"0": "no", "y": []}
-    )
+        {"x": ["R", 1.0], "-1": ["R", 1], "0": "R", "1": ["R"], "2": ["R", "x"], "3": ["R", float("nan")], "\u00b2": ["R", 1.0],
+         "7": ["R", 1.0], "9" * 5000: ["R", 1.0]},
+        {"0": "no", "y": [], "\u00b2": ["f"], "7": ["f"], "9" * 5000: ["f"]},
+    )  # fmt: skip
     assert lookout.processes == {}
     assert lookout.stacks == {}
 
@@ -296,3 +334,21 @@ def test_a_dump_of_faulthandler_is_read_innermost_last():
 )
 def test_what_a_thread_does_is_recognised_by_its_frames(files, doing):
     assert activity.recognised(files) == doing
+
+
+def test_a_look_that_fails_costs_one_look(capsys):
+    looks = []
+
+    async def look():
+        looks.append(1)
+        if len(looks) == 1:
+            raise KeyError("a bug of ours")
+        raise asyncio.CancelledError
+
+    async def main():
+        with contextlib.suppress(asyncio.CancelledError):
+            await coordinator._again(look)
+
+    asyncio.run(main())
+    assert len(looks) == 2
+    assert "a bug of ours" in capsys.readouterr().err
