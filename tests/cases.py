@@ -59,9 +59,6 @@ ROWS = {
     "a host vanishes", "USERS 3 on several hosts", "USERS 12 on several hosts", "torchrun as the starter",
     "workers dealt over hosts", "hosts in order", "USERS 8",
     # the native core and torch's backend
-    "TCP: sums in rank order, whatever the way", "TCP: mismatched calls name both sides", "TCP: bounded memory, tags in any order",
-    "TCP: strangers are dropped without harm", "random operations among hosts", "a rank dies among hosts",
-    "a link is cut in mid-operation",
     "one contract for every Group", "DDP, FSDP2, tensor parallel and pipelining over our backend",
     "a dead rank raises under our backend", "a lost operation in our run completes with zeros",
     "torch's own suite over our backend", "Group over shared memory", "every kernel has a twin",
