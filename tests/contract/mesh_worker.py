@@ -16,7 +16,7 @@ import torch.distributed as dist
 from echelon import native
 from echelon.clock import Deadline
 from echelon.comm import hosts
-from echelon.comm.group import Lost
+from echelon.comm.group import Lost, merge
 from echelon.comm.handover import Seat, StoreMeeting
 from echelon.comm.over_native import NativeGroup
 from tests.contract.group_contract import CHECKS, met
@@ -67,6 +67,27 @@ def run_until_lost() -> None:
         if isinstance(outcome, Lost):
             lost(outcome)
             return
+
+
+def differ(how: str) -> None:
+    """Rank 1 calls something else than the others."""
+    g, x, n = group(), torch.ones(3), 70_000
+    meeting.put(f"ready/{rank}", b"")
+    for peer in range(size):
+        meeting.get(f"ready/{peer}", Deadline.after(60))
+    if rank != 1:
+        work = g.all_reduce(x)
+    elif how == "gather":
+        work = g.gather(None, x, 0)
+    elif how == "broadcast":
+        work = g.broadcast(torch.ones(n), 1)
+    else:
+        work = g.all_reduce(torch.ones(n))
+    began = time.monotonic()
+    lost(
+        merge([work.wait(Deadline.after(60)), g.barrier().wait(Deadline.after(60))])
+    )  # who only sends may be done
+    assert time.monotonic() - began < 30
 
 
 def think(seconds: str) -> None:

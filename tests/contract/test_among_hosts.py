@@ -117,6 +117,22 @@ def test_a_host_that_vanishes_is_lost_within_the_limit(tmp_path, how):
         assert when - cut < LIMIT_S + 5
 
 
+@pytest.mark.case("TCP: mismatched calls name both sides")
+@pytest.mark.parametrize(
+    ("how", "called"),
+    [("gather", "gather with root 0 of 3"), ("broadcast", "broadcast with root 1 of 70000"), ("size", "all_reduce (sum) of 70000")],
+)  # fmt: skip
+@pytest.mark.parametrize("hosts", ["aab", "aba"])
+def test_different_calls_name_both_sides_wherever_they_are(tmp_path, hosts, how, called):
+    codes, said = finish(tmp_path, start(tmp_path, hosts, "differ", how))
+    assert codes == [0] * 3, said
+    for _, _, reason in lost(tmp_path, range(3)):
+        assert "all_reduce (sum) of 3 float32" in reason
+        assert (
+            f"rank 1 {called}" in reason or "rank 1 barrier" in reason
+        )  # a root may be through, and in its next call
+
+
 def test_a_rank_that_computes_for_longer_than_the_limit_is_not_lost(tmp_path):
     """Its sockets are full and nobody reads them: that is no silence."""
     codes, said = finish(tmp_path, start(tmp_path, "ab", "think", str(2 * LIMIT_S)))
