@@ -29,6 +29,7 @@ Engine::~Engine() { close(); }
 
 void Engine::submit(std::shared_ptr<Op> op) {
     Op* raw = op.get();
+    under_way_++;
     if (failed()) return finish(*raw, LOST);
     {
         std::lock_guard hold(inbox_lock_);
@@ -94,6 +95,7 @@ void Engine::take_in() {
 }
 
 void Engine::finish(Op& op, uint32_t state) {
+    under_way_--;
     op.state.store(state, std::memory_order_release);
     futex_wake(op.state, false);
 }
@@ -232,12 +234,7 @@ void Engine::close() {
         if (closing_) return;
         closing_ = true;
     }
-    bool busy = !driving_.try_lock();
-    if (!busy) {
-        busy = !idle();
-        driving_.unlock();
-    }
-    if (busy) fail({{}, "closed while operations were under way", "closed"});
+    if (under_way_ > 0) fail({{}, "closed while operations were under way", "closed"});
     called_.notify_all();
     transport_->wake();
     if (thread_.joinable()) thread_.join();

@@ -128,6 +128,7 @@ class Engine {
     std::condition_variable called_;
     bool call_ = false;
     std::atomic<bool> closing_{false};
+    std::atomic<int64_t> under_way_{0};   // taken over and not over yet
 };
 
 // Sleeping on a word. Shared between processes, or only between threads of this one.

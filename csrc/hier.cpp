@@ -22,6 +22,7 @@ Hier::Hier(std::unique_ptr<Tcp> tcp_, std::unique_ptr<Shm> shm_, std::vector<std
     even = in_order && columns == most;
     if (next != tcp->size || int(hosts[size_t(host)].size()) != shm->size || shm->rank != local)
         throw Error("the hosts do not hold the ranks of this group");
+    shm->names = hosts[size_t(host)];
     shm->on_knock = [this](int peer) { tcp->knock(hosts[size_t(host)][size_t(peer)]); };
 }
 
@@ -40,12 +41,13 @@ Team Hier::team(int column) const {
 }
 
 HierCollective::HierCollective(Engine& engine, Hier& hier, Request request)
-    : engine(engine), hier(hier), request(std::move(request)), element(size_of(this->request.dtype)) {
+    : engine(engine), hier(hier), request(std::move(request)), element(size_of(this->request.dtype)), said(call_of(this->request)) {
     lane = this->request.lane;
     small = bytes() <= LITTLE_BYTES;
 }
 
 HierCollective::~HierCollective() {
+    if (hier.tcp->about_to[lane] == &said) hier.tcp->about_to[lane] = nullptr;
     if (task.handle) task.handle.destroy();
 }
 
@@ -64,15 +66,7 @@ bool HierCollective::handles(const Hier& hier, const Request& request) {
     }
 }
 
-std::string HierCollective::what() const {
-    Call call{};
-    call.kind = uint8_t(request.kind);
-    call.dtype = uint8_t(request.dtype);
-    call.op = uint8_t(request.op);
-    call.root = request.root;
-    call.count = request.count;
-    return describe(call);
-}
+std::string HierCollective::what() const { return describe(said); }
 
 std::vector<int> HierCollective::behind() const {
     std::vector<int> ranks;
@@ -86,7 +80,10 @@ std::vector<int> HierCollective::behind() const {
 
 bool HierCollective::step() {
     moved = false;
-    if (!task.handle) task = run();
+    if (!task.handle) {
+        hier.tcp->about_to[lane] = &said;
+        task = run();
+    }
     bool reads = true;
     for (auto& op : far_) {
         if (op == nullptr || op->over) continue;
@@ -116,6 +113,7 @@ void HierCollective::near(Kind kind, int root, uint64_t count, char* x, char* ou
     part.x = x;
     part.out = out;
     part.lane = lane;
+    part.whole = said;
     near_ = std::make_unique<Collective>(engine, *hier.shm, std::move(part));
     near_->step();
     moved = true;
@@ -125,6 +123,7 @@ bool HierCollective::near_over() { return near_->over; }
 
 void HierCollective::far(Kind kind, int column, int root, uint64_t count, char* x, char* out) {
     moved = true;
+    hier.tcp->about_to[lane] = nullptr;
     if (!hier.owns(column)) {
         hier.tcp->next_number[lane]++;  // numbers are one sequence for all ranks
         far_.push_back(nullptr);
@@ -139,6 +138,7 @@ void HierCollective::far(Kind kind, int column, int root, uint64_t count, char* 
     part.x = x;
     part.out = out;
     part.lane = lane;
+    part.whole = said;
     far_.push_back(std::make_unique<TcpCollective>(engine, *hier.tcp, hier.team(column), std::move(part)));
     far_.back()->step();
 }

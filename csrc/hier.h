@@ -77,6 +77,7 @@ class HierCollective final : public Op {
     Hier& hier;
     const Request request;
     const uint64_t element;
+    const Call said;
     Task task{};
     bool moved = false;
     std::unique_ptr<Collective> near_;

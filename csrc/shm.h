@@ -24,7 +24,7 @@ struct Call {
     uint64_t count;       // elements
     uint64_t most;        // all_to_all: the most bytes to any one rank
     uint64_t region, region_bytes, offset;  // where x lies in the arena, if in_segment
-    uint64_t spare[2];
+    uint64_t whole, whole_count;  // what it is a part of, packed; 0: nothing
 };
 static_assert(sizeof(Call) == 64);
 
@@ -116,6 +116,9 @@ class Shm final : public Transport {
     size_t num_served() const override { return sends_.size() + recvs_.size() + num_open_; }
     std::vector<int> served_behind() const override;
 
+    // What its ranks are called in messages: their numbers among all hosts. Empty: as they are here.
+    std::vector<int> names;
+    int name(int peer) const { return names.empty() ? peer : names[size_t(peer)]; }
     // How a peer that sleeps is woken, when it does not sleep on its doorbell.
     std::function<void(int)> on_knock;
 

@@ -27,7 +27,32 @@ bool reduces(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduc
 
 }  // namespace
 
+Call call_of(const Request& request) {
+    if (request.whole) return *request.whole;
+    Call call{};
+    call.kind = uint8_t(request.kind);
+    call.dtype = uint8_t(request.dtype);
+    call.op = uint8_t(request.op);
+    call.root = request.root;
+    call.count = request.count;
+    return call;
+}
+
+bool same(const Call& one, const Call& other) {
+    return one.kind == other.kind && one.dtype == other.dtype && one.op == other.op && one.root == other.root &&
+           (one.count == other.count || Kind(one.kind) == Kind::all_to_all);
+}
+
 std::string describe(const Call& call) {
+    if (call.whole != 0) {
+        Call whole{};
+        whole.kind = uint8_t(call.whole);
+        whole.op = uint8_t(call.whole >> 8);
+        whole.root = int32_t(call.whole >> 16);
+        whole.dtype = call.dtype;
+        whole.count = call.whole_count;
+        return describe(whole);
+    }
     Kind kind = Kind(call.kind);
     std::string said = name_of(kind);
     if (reduces(kind)) said += std::string(" (") + name_of(RedOp(call.op)) + ")";
@@ -50,15 +75,7 @@ std::vector<int> Collective::behind() const {
     return shm.short_of(lane, target);
 }
 
-std::string Collective::what() const {
-    Call call{};
-    call.kind = uint8_t(request.kind);
-    call.dtype = uint8_t(request.dtype);
-    call.op = uint8_t(request.op);
-    call.root = request.root;
-    call.count = request.count;
-    return describe(call);
-}
+std::string Collective::what() const { return describe(call_of(request)); }
 
 // Tells the others what this rank calls; the first tick makes it visible.
 void Collective::begin() {
@@ -70,6 +87,10 @@ void Collective::begin() {
     call.op = uint8_t(request.op);
     call.root = request.root;
     call.count = request.count;
+    if (request.whole) {
+        call.whole = uint64_t(1) << 63 | uint64_t(uint32_t(request.whole->root)) << 16 | uint64_t(request.whole->op) << 8 | request.whole->kind;
+        call.whole_count = request.whole->count;
+    }
     for (uint64_t count : request.counts) call.most = std::max(call.most, count * element);
     if (request.kind == Kind::all_reduce && bytes() >= IN_PLACE_BYTES) call.in_segment = shm.find(request.x, bytes(), call);
     target = cursor.tick;
@@ -108,11 +129,9 @@ bool Collective::agreed() {
     const Call& mine = shm.call(lane, shm.rank, number);
     for (int peer = 0; peer < shm.size; peer++) {
         const Call& theirs = shm.call(lane, peer, number);
-        if (theirs.kind == mine.kind && theirs.dtype == mine.dtype && theirs.op == mine.op && theirs.root == mine.root &&
-            (theirs.count == mine.count || request.kind == Kind::all_to_all))
-            continue;
-        engine.fail({{}, "the ranks called different operations: rank " + std::to_string(shm.rank) + " " + describe(mine) +
-                             ", rank " + std::to_string(peer) + " " + describe(theirs), "mismatch"});
+        if (same(theirs, mine) && theirs.whole == mine.whole && theirs.whole_count == mine.whole_count) continue;
+        engine.fail({{}, "the ranks called different operations: rank " + std::to_string(shm.name(shm.rank)) + " " + describe(mine) +
+                             ", rank " + std::to_string(shm.name(peer)) + " " + describe(theirs), "mismatch"});
         return false;
     }
     return true;

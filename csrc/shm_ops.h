@@ -2,6 +2,7 @@
 #pragma once
 
 #include <coroutine>
+#include <optional>
 
 #include "shm.h"
 
@@ -36,7 +37,12 @@ struct Request {
     void* out = nullptr;
     std::vector<uint64_t> counts, out_counts;  // all_to_all, in elements
     int lane = 0;
+    std::optional<Call> whole;                 // the operation that this is a part of: that is what people are told
 };
+
+// What is called, as others are told.
+Call call_of(const Request& request);
+bool same(const Call& one, const Call& other);
 
 class Collective final : public Op {
   public:

@@ -1,17 +1,18 @@
 // Random operations among ranks that are threads of one process, checked against what they must give. For sanitizers.
 //
-//     stress [seed] [operations] [ranks]
+//     stress [seed] [operations] [ranks] [0: shared memory, 1: TCP, 2: both]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <functional>
 #include <random>
 
+#include "hier.h"
 #include "kernels.h"
-#include "shm_ops.h"
 
 using namespace echelon;
 
@@ -63,14 +64,29 @@ struct Flying {
 
 class Rank {
   public:
-    Rank(int rank, int size, int control, const std::vector<int>& arenas) : rank(rank), size(size) {
-        std::vector<int> fds;
-        for (int fd : arenas) fds.push_back(dup(fd));
-        auto transport = std::make_unique<Shm>(rank, dup(control), fds, 1);
+    using Make = std::function<std::shared_ptr<Op>(Request)>;
+    Rank(int rank, int size) : rank(rank), size(size) {}
+
+    void in_memory(std::unique_ptr<Shm> transport) {
         shm = transport.get();
-        engine = std::make_unique<Engine>(std::move(transport));
-        engine->spin_ns = 1000;
-        engine->yield_ns = 20000;
+        own(std::move(transport));
+        make = [this](Request r) { return std::make_shared<Collective>(*engine, *shm, std::move(r)); };
+    }
+    void over_tcp(std::unique_ptr<Tcp> transport, const Costs& costs) {
+        Tcp* tcp = transport.get();
+        tcp->costs = costs;
+        own(std::move(transport));
+        make = [this, tcp](Request r) { return std::make_shared<TcpCollective>(*engine, *tcp, Team::everybody(*tcp), std::move(r)); };
+    }
+    void over_both(std::unique_ptr<Hier> transport, const Costs& costs) {
+        Hier* hier = transport.get();
+        hier->tcp->costs = costs;
+        own(std::move(transport));
+        hier->belongs_to(engine.get());
+        make = [this, hier](Request r) -> std::shared_ptr<Op> {
+            if (HierCollective::handles(*hier, r)) return std::make_shared<HierCollective>(*engine, *hier, std::move(r));
+            return std::make_shared<TcpCollective>(*engine, *hier->tcp, Team::everybody(*hier->tcp), std::move(r));
+        };
     }
 
     // All ranks draw the same numbers, so they call the same operations in the same order.
@@ -85,6 +101,7 @@ class Rank {
                 Flying one = std::move(flying[which]);
                 flying.erase(flying.begin() + long(which));
                 if (!engine->wait(*one.op, now_ns() + LIMIT_NS)) {
+                    for (Flying& other : flying) engine->wait(*other.op, now_ns() + LIMIT_NS);  // until then its memory is the engine's
                     if (may_end_early) return false;
                     die("rank " + std::to_string(rank) + " lost " + one.op->what() + ": " + engine->failure().reason);
                 }
@@ -99,10 +116,17 @@ class Rank {
     }
 
     const int rank, size;
-    Shm* shm;
+    Shm* shm = nullptr;  // when it is all there is
     std::unique_ptr<Engine> engine;
+    Make make;
 
   private:
+    void own(std::unique_ptr<Transport> transport) {
+        engine = std::make_unique<Engine>(std::move(transport));
+        engine->spin_ns = 1000;
+        engine->yield_ns = 20000;
+    }
+
     Flying begin(uint64_t n, std::mt19937_64& draw) {
         static const DType dtypes[] = {DType::f32, DType::f64, DType::i32, DType::i8};
         static const RedOp ops[] = {RedOp::sum, RedOp::max, RedOp::min};
@@ -119,7 +143,7 @@ class Rank {
         bool spread = request.kind == Kind::reduce_scatter || request.kind == Kind::scatter;
         bool gathers = request.kind == Kind::all_gather || request.kind == Kind::gather;
         char* elsewhere = nullptr;
-        if (in_segment && request.kind == Kind::all_reduce && !(mixed && rank % 2)) {
+        if (shm != nullptr && in_segment && request.kind == Kind::all_reduce && !(mixed && rank % 2)) {
             elsewhere = shm->allocate(count * size_of(request.dtype) + 1);
             held.push_back(elsewhere);
         }
@@ -129,7 +153,7 @@ class Rank {
         request.x = x->at;
         request.out = out->at;
         Request asked = request;
-        auto op = std::make_shared<Collective>(*engine, *shm, std::move(request));
+        auto op = make(std::move(request));
         engine->submit(op);
         return {op, x, out, [=, this] { check(n, asked, *x, *out); }};
     }
@@ -150,7 +174,7 @@ class Rank {
         request.x = x->at;
         request.out = out->at;
         auto counts = request.out_counts;
-        auto op = std::make_shared<Collective>(*engine, *shm, std::move(request));
+        auto op = make(std::move(request));
         engine->submit(op);
         return {op, x, out, [=, this] {
                     uint64_t from = 0;
@@ -212,6 +236,75 @@ void messages(Rank& rank, uint64_t seed, int rounds) {
     }
 }
 
+// The segments of `size` ranks of one host; each rank gets descriptors of its own.
+struct Segments {
+    explicit Segments(int size) {
+        Layout layout{uint64_t(size), CHUNK, RING};
+        control = memfd_create("control", MFD_CLOEXEC);
+        Shm::format(control, layout, 1);
+        for (int r = 0; r < size; r++) {
+            arenas.push_back(memfd_create("arena", MFD_CLOEXEC));
+            Shm::reserve(arenas.back(), layout);
+        }
+    }
+    ~Segments() {
+        close(control);
+        for (int fd : arenas) close(fd);
+    }
+    std::unique_ptr<Shm> of(int rank) const {
+        std::vector<int> fds;
+        for (int fd : arenas) fds.push_back(dup(fd));
+        return std::make_unique<Shm>(rank, dup(control), fds, 1);
+    }
+    int control;
+    std::vector<int> arenas;
+};
+
+// [rank][peer]: connections, as pairs of sockets.
+std::vector<std::vector<std::vector<int>>> connections(int size, int num) {
+    std::vector<std::vector<std::vector<int>>> all;
+    all.resize(size_t(size), std::vector<std::vector<int>>{size_t(size), std::vector<int>{}});
+    for (int a = 0; a < size; a++)
+        for (int b = 0; b < a; b++)
+            for (int i = 0; i < num; i++) {
+                int ends[2];
+                if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) die("no sockets");
+                all[size_t(a)][size_t(b)].push_back(ends[0]);
+                all[size_t(b)][size_t(a)].push_back(ends[1]);
+            }
+    return all;
+}
+
+enum class Ground { memory, tcp, both, count };
+
+// The ranks of a game, in shared memory, over TCP, or on hosts of several ranks each.
+std::vector<std::unique_ptr<Rank>> players(Ground ground, int size, std::mt19937_64& draw) {
+    std::vector<std::unique_ptr<Rank>> ranks;
+    for (int r = 0; r < size; r++) ranks.push_back(std::make_unique<Rank>(r, size));
+    if (ground == Ground::memory) {
+        Segments segments(size);
+        for (auto& rank : ranks) rank->in_memory(segments.of(rank->rank));
+        return ranks;
+    }
+    static const Costs costs[] = {{1e-9, 1e-6, 0}, {1, 1e-12, 0}, {1e-9, 1e-12, 1}, {}};  // each prefers another way
+    const Costs& cost = costs[draw() % 4];
+    auto fds = connections(size, 2 + NUM_LANES * int(1 + draw() % 2));
+    std::vector<std::vector<int>> hosts(1 + draw() % uint64_t(size));
+    for (int r = 0; r < size; r++) hosts[uint64_t(r) < hosts.size() ? uint64_t(r) : draw() % hosts.size()].push_back(r);
+    if (ground == Ground::tcp)
+        for (auto& rank : ranks)
+            rank->over_tcp(std::make_unique<Tcp>(rank->rank, fds[size_t(rank->rank)], Tcp::Options{1, 10, ""}), cost);
+    else
+        for (auto& host : hosts) {
+            Segments segments(int(host.size()));
+            for (size_t i = 0; i < host.size(); i++) {
+                auto tcp = std::make_unique<Tcp>(host[i], fds[size_t(host[i])], Tcp::Options{1, 10, ""});
+                ranks[size_t(host[i])]->over_both(std::make_unique<Hier>(std::move(tcp), segments.of(int(i)), hosts), cost);
+            }
+        }
+    return ranks;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -224,16 +317,8 @@ int main(int argc, char** argv) {
     uint64_t done = 0, ended = 0;
     for (int game = 0; done < operations; game++) {
         int size = 2 + int(draw() % uint64_t(most - 1));
-        Layout layout{uint64_t(size), CHUNK, RING};
-        int control = memfd_create("control", MFD_CLOEXEC);
-        Shm::format(control, layout, 1);
-        std::vector<int> arenas;
-        for (int r = 0; r < size; r++) {
-            arenas.push_back(memfd_create("arena", MFD_CLOEXEC));
-            Shm::reserve(arenas.back(), layout);
-        }
-        std::vector<std::unique_ptr<Rank>> ranks;
-        for (int r = 0; r < size; r++) ranks.push_back(std::make_unique<Rank>(r, size, control, arenas));
+        Ground ground = Ground(argc > 4 ? atoi(argv[4]) : int(draw() % uint64_t(Ground::count)));
+        auto ranks = players(ground, size, draw);
         uint64_t part = 50 + draw() % 200, game_seed = draw();
         bool cancels = draw() % 4 == 0;
         int64_t when_us = int64_t(draw() % 30000);
@@ -251,8 +336,6 @@ int main(int argc, char** argv) {
         for (auto& thread : threads) thread.join();
         for (auto& rank : ranks) rank->engine->close();
         ranks.clear();
-        close(control);
-        for (int fd : arenas) close(fd);
         done += part;
         ended += uint64_t(lost > 0);
     }

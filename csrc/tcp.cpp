@@ -268,22 +268,35 @@ bool Tcp::begin_frame(Link& link, Stream& stream) {
         stream.to = take_message(stream.peer, link, head);
         return !engine->failed();
     }
-    if (head.number >= next_number[head.lane]) return false;  // not begun here: it stays where it is
+    if (head.number >= next_number[head.lane]) {  // not begun here: it stays where it is
+        const Call* next = about_to[head.lane];
+        if (next != nullptr && head.number == next_number[head.lane] && !same(*next, call_of(head))) differ(*next, stream.peer, head);
+        return false;
+    }
     auto found = landings_[head.lane].find(head.number);
     if (found == landings_[head.lane].end()) {
-        Call call{};
-        call.kind = head.kind;
-        call.dtype = head.dtype;
-        call.op = head.op;
-        call.root = head.root;
-        call.count = head.count;
-        engine->fail({{}, "the ranks called different operations: " + name(stream.peer) + " " + describe(call) + " as number " +
+        engine->fail({{}, "the ranks called different operations: " + name(stream.peer) + " " + describe(call_of(head)) + " as number " +
                               std::to_string(head.number) + ", which is over on " + name(rank),
                       "mismatch"});
         return false;
     }
     stream.to = found->second->place(stream.peer, head);
     return stream.to != nullptr;
+}
+
+Call call_of(const Head& head) {
+    Call call{};
+    call.kind = head.kind;
+    call.dtype = head.dtype;
+    call.op = head.op;
+    call.root = head.root;
+    call.count = head.count;
+    return call;
+}
+
+void Tcp::differ(const Call& mine, int peer, const Head& head) {
+    engine->fail({{}, "the ranks called different operations: " + name(rank) + " " + describe(mine) + ", " + name(peer) + " " +
+                          describe(call_of(head)), "mismatch"});
 }
 
 void Tcp::end_frame(Link& link, Stream& stream) {

@@ -34,6 +34,7 @@ struct Head {
     uint64_t count;
 };
 static_assert(sizeof(Head) == 64);
+Call call_of(const Head& head);
 
 // What frames of one operation land in. place() and landed() are called by whoever drives.
 class Landing {
@@ -65,6 +66,7 @@ class Tcp final : public Transport {
     void open(int lane, uint64_t number, Landing* landing) { landings_[lane][number] = landing; }
     void shut(int lane, uint64_t number) { landings_[lane].erase(number); }
     uint64_t next_number[NUM_LANES] = {};   // of operations begun here
+    const Call* about_to[NUM_LANES] = {};   // what the next number will belong to, if that is known already
     bool progress();                        // reads and writes what can be; true when anything moved
     int streams_per_lane() const { return per_lane_; }
     std::unique_ptr<char[]> borrow(uint64_t bytes, uint64_t& capacity);  // scratch, reused
@@ -85,6 +87,8 @@ class Tcp final : public Transport {
     std::vector<std::shared_ptr<Op>> drop() override;
     size_t num_served() const override { return sends_.size() + recvs_.size() + num_coming_ + finished_.size(); }
     std::vector<int> served_behind() const override;
+
+    void differ(const Call& mine, int peer, const Head& head);  // fails: the ranks called different operations
 
   private:
     struct Outgoing {

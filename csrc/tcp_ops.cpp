@@ -22,7 +22,8 @@ Team Team::everybody(const Tcp& tcp) {
 }
 
 TcpCollective::TcpCollective(Engine& engine, Tcp& tcp, Team team, Request request)
-    : engine(engine), tcp(tcp), team(std::move(team)), request(std::move(request)), element(size_of(this->request.dtype)) {
+    : engine(engine), tcp(tcp), team(std::move(team)), request(std::move(request)), element(size_of(this->request.dtype)),
+      said(call_of(this->request)) {
     lane = this->request.lane;
     small = bytes() <= SMALL_BYTES;
 }
@@ -31,15 +32,7 @@ TcpCollective::~TcpCollective() {
     if (task.handle) task.handle.destroy();
 }
 
-std::string TcpCollective::what() const {
-    Call call{};
-    call.kind = uint8_t(request.kind);
-    call.dtype = uint8_t(request.dtype);
-    call.op = uint8_t(request.op);
-    call.root = request.root;
-    call.count = request.count;
-    return describe(call);
-}
+std::string TcpCollective::what() const { return describe(said); }
 
 std::vector<int> TcpCollective::behind() const {
     std::vector<int> ranks;
@@ -113,11 +106,11 @@ void TcpCollective::send_chunk(int to, uint16_t slot, const char* from, uint64_t
     head.offset = c * chunk_bytes;
     head.bytes = chunk(total, c);
     head.total = total;
-    head.kind = uint8_t(request.kind);
-    head.dtype = uint8_t(request.dtype);
-    head.op = uint8_t(request.op);
-    head.root = request.root;
-    head.count = request.count;
+    head.kind = said.kind;
+    head.dtype = said.dtype;
+    head.op = said.op;
+    head.root = said.root;
+    head.count = said.count;
     tcp.send(team.ranks[size_t(to)], head, from + head.offset, &unsent);
 }
 
@@ -127,17 +120,8 @@ void TcpCollective::send(int to, uint16_t slot, const char* from, uint64_t bytes
 
 char* TcpCollective::place(int peer, const Head& head) {
     int member = member_of(peer);
-    bool same = head.kind == uint8_t(request.kind) && head.dtype == uint8_t(request.dtype) && head.op == uint8_t(request.op) &&
-                head.root == request.root && (head.count == request.count || request.kind == Kind::all_to_all);
-    if (!same || member < 0) {
-        Call call{};
-        call.kind = head.kind;
-        call.dtype = head.dtype;
-        call.op = head.op;
-        call.root = head.root;
-        call.count = head.count;
-        engine.fail({{}, "the ranks called different operations: rank " + std::to_string(tcp.rank) + " " + what() + ", rank " +
-                             std::to_string(peer) + " " + describe(call), "mismatch"});
+    if (member < 0 || !same(said, call_of(head))) {
+        tcp.differ(said, peer, head);
         return nullptr;
     }
     if (head.slot >= num_slots || head.offset > head.total || head.bytes > head.total - head.offset) {

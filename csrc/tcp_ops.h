@@ -69,6 +69,7 @@ class TcpCollective final : public Op, public Landing {
     const Team team;
     const Request request;
     const uint64_t element;
+    const Call said;
     uint64_t number = 0, chunk_bytes = MOST_CHUNK;
     Task task{};
     bool moved = false;

@@ -9,6 +9,8 @@ core's.
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import selectors
 import socket
 from dataclasses import dataclass, field
@@ -26,6 +28,9 @@ STREAMS = 2
 
 MAX_WAITING = 128
 """Connections that have not said a word yet; the oldest makes room."""
+
+SPARE_FILES = 512
+"""Descriptors that are left for the script when the limit is raised."""
 
 SLICE_S = 0.5
 """How often a wait looks at its deadline."""
@@ -69,6 +74,7 @@ def connect(meeting: Meeting, seat: Seat, name: str, address: str, deadline: Dea
     call. Every rank calls it with the same name."""
     num = 2 + NUM_LANES * STREAMS
     wires: dict[int, list[socket.socket | None]] = {}
+    _allow_files(seat.size * num)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as undo, socket.socket(family, socket.SOCK_STREAM) as listening:
         undo.callback(_close_all, wires)
@@ -152,6 +158,15 @@ def _admit_all(listening: socket.socket, arrivals: _Arrivals, deadline: Deadline
                         oldest = arrivals.waiting.pop(0)
                         ready.unregister(oldest)
                         oldest.close()
+
+
+def _allow_files(num: int) -> None:
+    """Raises this process's own limit of open files when so many more would not fit, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num + len(os.listdir("/proc/self/fd")) + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _close_all(wires: dict[int, Any]) -> None:

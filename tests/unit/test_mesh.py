@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 
@@ -128,6 +129,18 @@ def test_who_does_not_come_is_named_at_the_deadline():
     table, results = Table(), {}
     start(table, 0, 3, results, seconds=0.5).join(SOON_S)
     assert "ranks [1, 2] did not connect to rank 0 in time" in str(results[0])
+
+
+def test_the_limit_of_open_files_is_raised_when_streams_would_not_fit():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, before[1]))
+        mesh._allow_files(700)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 700
+        mesh._allow_files(1 << 40)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_ranks_are_gathered_by_what_memory_they_live_in():
