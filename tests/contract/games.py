@@ -35,7 +35,9 @@ WORD = struct.Struct("dq")
 def play(rank: int, fds: list[int], seed: int, num: int, cancels_at: int | None, tell: int) -> int:
     """One rank's game. A loss is told with its time and who was lost (-1: nobody by name)."""
     torch.set_num_threads(1)
-    group = NativeGroup(native.core().ShmGroup(rank, fds[0], fds[1:], 1), rank, len(fds) - 1, torch.device("cpu"))
+    group = NativeGroup(
+        native.core().ShmGroup(rank, fds[0], fds[1:], 1), rank, len(fds) - 1, torch.device("cpu")
+    )
     try:
         storm = Storm(group, seed)
         if cancels_at is not None:
@@ -69,7 +71,9 @@ def game(draw: random.Random, num: int) -> list[float]:
         if (pid := os.fork()) == 0:
             code = WRONG
             try:
-                code = play(rank, fds, seed, num, cancels_at if how == "cancel" and rank == victim else None, writing)
+                code = play(
+                    rank, fds, seed, num, cancels_at if how == "cancel" and rank == victim else None, writing
+                )
             finally:
                 os._exit(code)
         pids.append(pid)
@@ -103,9 +107,16 @@ def main(operations: int, seed: int) -> None:
         soon += game(draw, OPERATIONS_A_GAME)
         done, games = done + OPERATIONS_A_GAME, games + 1
     assert set(os.listdir("/dev/shm")) - before == set()
-    times = f"median {statistics.median(soon) * 1e3:.0f} ms, most {max(soon) * 1e3:.0f} ms" if soon else "nobody"
-    print(f"seed {seed}: {done} operations in {games} games; from a kill to Lost: {times} ({len(soon)} survivors)")
+    times = (
+        f"median {statistics.median(soon) * 1e3:.0f} ms, most {max(soon) * 1e3:.0f} ms" if soon else "nobody"
+    )
+    print(
+        f"seed {seed}: {done} operations in {games} games; from a kill to Lost: {times} ({len(soon)} survivors)"
+    )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3000, int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 10**6)
+    main(
+        int(sys.argv[1]) if len(sys.argv) > 1 else 3000,
+        int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 10**6,
+    )

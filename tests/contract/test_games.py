@@ -19,7 +19,10 @@ def test_every_operation_is_right_or_cleanly_lost(operations):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     ended = subprocess.run(
-        [sys.executable, str(SCRIPT), str(operations), str(seed)], capture_output=True, text=True, timeout=3900
+        [sys.executable, str(SCRIPT), str(operations), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=3900,
     )
     print(ended.stdout)
     assert ended.returncode == 0, ended.stderr[-3000:]
