@@ -103,7 +103,7 @@ class Keeping:
         self.resumed_step: int | None = None
         self._objects: dict[str, Any] = {}
         self._came_from = ""
-        self._looked = False
+        self._looked = self._closed = False
         self._saver: Saver | None = None
         prepared.ready = self._ready
         prepared.stop_wanted = lambda: member is not None and member.stop_requested
@@ -154,6 +154,8 @@ class Keeping:
 
     def _committed(self, loop: Any) -> None:
         """The last step is final, and `loop` is about to go on (or is over)."""
+        if self._closed:
+            return  # a loop that was left open, cleared away while the interpreter ends: no thread can start any more
         step = self.machine.counters.global_step
         if step and not self._looked:
             self._looked = True
@@ -194,7 +196,8 @@ class Keeping:
         }
 
     def close(self) -> None:
-        """Waits for what is still being written."""
+        """Waits for what is still being written. Nothing is saved after this."""
+        self._closed = True
         if self._saver is not None:
             self._saver.finish(Deadline.after(CLOSE_S))
 

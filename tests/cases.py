@@ -40,7 +40,7 @@ ROWS = {
     # examples
     "example house_prices", "example images", "example language", "example gan",
     # stopping and going on
-    "--resume gives the same bits", "--resume starts what is not there", "50 moments of SIGTERM", "SIGTERM in the last moment", "SIGTERM to all processes at once", "SIGTERM to any process", "SIGTERM at another host", "checkpoint on one worker only", "another model is named by its tensor", "the last complete one loads and says so", "a script that goes another way", "USERS 10", "USERS 5", "USERS 6", "a second signal ends at once", "echelon stop saves", "kill -9 and --resume", "no checkpoint within the grace", "saved at 4, loaded at any",
+    "--resume gives the same bits", "--resume starts what is not there", "50 moments of SIGTERM", "SIGTERM in the last moment", "SIGTERM to all processes at once", "SIGTERM to any process", "SIGTERM at another host", "checkpoint on one worker only", "an iterator left open at the end", "another model is named by its tensor", "the last complete one loads and says so", "a script that goes another way", "USERS 10", "USERS 5", "USERS 6", "a second signal ends at once", "echelon stop saves", "kill -9 and --resume", "no checkpoint within the grace", "saved at 4, loaded at any",
     # checkpoints
     "checkpoint files are safetensors and JSON", "damaged checkpoints are named", "a pickle is refused",
     "a full disk keeps the old checkpoint", "checkpoint memory: a share + 10 %",
@@ -64,6 +64,6 @@ ROWS = {
     "torch's own suite over our backend", "Group over shared memory", "every kernel has a twin",
     "TCP: bounded memory, tags in any order", "TCP: mismatched calls name both sides", "TCP: strangers are dropped without harm",
     "TCP: sums in rank order, whatever the way", "a link is cut in mid-operation", "a rank dies among hosts",
-    "random operations among hosts",
+    "random operations among hosts", "random operations, kills and cancels",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

@@ -232,3 +232,23 @@ def test_a_checkpoint_that_one_worker_alone_asks_for_is_told_to_all(echelon_run)
     assert result.code == 1
     assert "run.checkpoint() was called by some workers only: worker 0 1 time, worker 1 0 times" in result.err
     assert "without `if run.is_main`" in result.err
+
+
+@pytest.mark.case("an iterator left open at the end")
+def test_an_iterator_that_is_left_open_does_not_begin_a_checkpoint_while_the_interpreter_ends(echelon_run):
+    """It would need a thread, and none can start any more: the process hung for ever."""
+    result = echelon_run("""
+        import torch, echelon
+        run = echelon.init(checkpoint_every=2)
+        model = torch.nn.Linear(1, 1)
+        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(40, 1), batch_size=4)
+        batches = iter(loader)
+        around = [batches]
+        around.append(around)  # cleared away by the collector alone, at the very end
+        for _ in range(4):
+            model(next(batches)).mean().backward()
+            opt.step()
+            opt.zero_grad()
+    """)
+    assert result.code == 0, result.err
+    assert [event["step"] for event in result.events if event["event"] == "CheckpointSaved"] == [2]
