@@ -47,7 +47,6 @@ HierCollective::HierCollective(Engine& engine, Hier& hier, Request request)
 }
 
 HierCollective::~HierCollective() {
-    if (hier.tcp->about_to[lane] == &said) hier.tcp->about_to[lane] = nullptr;
     if (task.handle) task.handle.destroy();
 }
 

@@ -79,6 +79,7 @@ std::vector<std::shared_ptr<Op>> Tcp::drop() {
     finished_.clear();
     num_coming_ = 0;
     for (auto& lane : landings_) lane.clear();
+    for (auto& call : about_to) call = nullptr;
     return all;
 }
 
