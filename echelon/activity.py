@@ -207,7 +207,8 @@ def _is_library(file: str) -> bool:
 
 def _walk(frame: FrameType | None) -> list[tuple[str, int, str]]:
     walked: list[tuple[str, int, str]] = []
-    while frame is not None and len(walked) < 200:
+    # the thread runs on while it is walked along: what follows a frame was once seen to be none
+    while isinstance(frame, FrameType) and len(walked) < 200:
         walked.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return walked

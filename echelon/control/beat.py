@@ -23,7 +23,7 @@ def main_stack(limit: int = MAX_FRAMES) -> list[str]:
     """The main thread's innermost frames, the innermost last, each as "file:line function". Callable from any thread."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     lines: list[str] = []
-    while frame is not None and len(lines) < limit:
+    while isinstance(frame, FrameType) and len(lines) < limit:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return lines[::-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -170,14 +171,18 @@ class Member:
         self._wake.notify_all()
 
     def _own(self) -> dict[str, Any]:
-        """This rank's beat. A report that raises costs its numbers, not the beat."""
+        """This rank's beat. A report that raises costs its numbers, a look at the main thread that raises its place: not the
+        beat, and not this thread, without which the rank would count as silent."""
         if self.report is None and self.place.role not in ("worker", "server"):
             return {}
         beat = Beat(doing="starting")
         if self.report is not None:
             with contextlib.suppress(Exception):
                 beat = self.report()
-        return complete(beat, self.place.rank).to_dict()
+        try:
+            return complete(beat, self.place.rank).to_dict()
+        except Exception:
+            return dataclasses.replace(beat, rank=self.place.rank).to_dict()
 
     def _send(
         self, beat: dict[str, Any], events: list[dict[str, Any]], first: int, deadline: Deadline

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from echelon.clock import Deadline
-from echelon.control import frames
+from echelon.control import frames, member
 from echelon.control.rpc import Client, Identity
 from echelon.errors import AuthError, PeerLost, UsageError, WorldError
 from echelon.events import Beat, Failed, Logged, Metric, Warned, from_dict
@@ -315,3 +315,18 @@ def test_hosts_form_although_the_coordinator_ends_while_they_try_to_reach_each_o
             assert [one.result(90).mine.name for one in both] == ["h0", "h1"]
         for wire in wires:
             wire.close()
+
+
+def test_a_look_at_the_main_thread_that_raises_does_not_end_the_beats(tmp_path, monkeypatch):
+    def raising(beat, rank):
+        raise AttributeError("'dict' object has no attribute 'f_code'")
+
+    monkeypatch.setattr(member, "complete", raising)
+    with coordinator(tmp_path) as live:
+        mine = live.member(0)
+        mine.report = lambda: Beat(step=4)
+        began = time.monotonic()
+        while mine.roster()[0]["step"] != 4 or mine.answered < began + 2.0:
+            assert time.monotonic() - began < 30.0, "no beats"
+            time.sleep(0.1)
+        mine.close()
