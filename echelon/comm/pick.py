@@ -25,6 +25,9 @@ from echelon.control.member import Member
 from echelon.errors import UsageError
 
 BLAME_LIMIT_S = 3.0
+SILENCE_S = 120.0
+"""When the core gives up on a host by itself. In a run the watch for stuck workers names a dead link after 10 s and decides by
+policy, and a vanished host is the coordinator's to notice: both come first."""
 ENTER_S = 300.0
 """The longest that ranks wait for each other to share memory; a death in between ends it at once."""
 
@@ -97,7 +100,7 @@ class Groups:
             if self._store is None:
                 self._store = CoordinatorStore(self.member, name="native")
             meeting = StoreMeeting(self._store)
-        group = hosts.enter(core, meeting, seat, name, address, Deadline.after(ENTER_S))
+        group = hosts.enter(core, meeting, seat, name, address, Deadline.after(ENTER_S), limit_s=SILENCE_S)
         return NativeGroup(group, self.rank, self.size, self.device, name, self._blame())
 
     def _bound(self) -> contextlib.AbstractContextManager[None]:

@@ -146,8 +146,8 @@ def invitation(coordinator: str, interface: str, token: Path, given: bool) -> li
         "on every other host, in the folder of the script:",
         f"  echelon join {coordinator}{file}",
         *(f"  {line}" for line in how),
-        *fold(f"control on {coordinator} ({interface}) asks for the token; gloo's own sockets between hosts, on ports that "
-              "the kernel chooses, ask for nothing: keep this network private"),
+        *fold(f"control on {coordinator} ({interface}) and the workers' streams between hosts, on ports that the kernel chooses, "
+              "ask for the token; gloo's and NCCL's, where they are used, ask for nothing: keep this network private"),
     ]  # fmt: skip
 
 

@@ -117,7 +117,11 @@ def storm(start_run, tmp_path, seed: int, rounds: int) -> None:
         running = start_run("import time; time.sleep(300)", workers=2)
         time.sleep(moment)
         code = end(running, how)
-        assert code in (-9, 130, -2), (how, moment, code, running.wait().err)
+        said = running.wait().err
+        too_early = (
+            code == 1 and moment < 0.1 and "KeyboardInterrupt" in said
+        )  # python itself was still starting
+        assert code in (-9, 130, -2) or too_early, (how, moment, code, said)
         wait_for_nothing(tmp_path, before, LIMIT_S)
 
 
