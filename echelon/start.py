@@ -7,16 +7,12 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from echelon import env
 from echelon import strategy as strategies
-from echelon.comm.over_torch import OP_LIMIT_S
-from echelon.comm.store import CoordinatorStore
 from echelon.control import member as members
 from echelon.events import Beat, Configured, Event, Logged, Metric
 from echelon.run import Run
@@ -62,7 +58,7 @@ def init(
         atexit.register(_close, shown.close)
     else:
         _run = Run(place, chosen, member, member.emit)
-        _open_torch(_run, member)
+        _open_torch(_run)
         atexit.register(_close, _nothing)
     if _run.is_main:
         _run.emit(Configured(rank=0, strategy=dataclasses.asdict(chosen)))
@@ -94,25 +90,20 @@ def _under_torchrun(
             shown.close()
 
     _run = Run(member.place, chosen, member, member.emit)
-    _open_torch(_run, member)
+    _open_torch(_run)
     atexit.register(_close, close)
     if _run.is_main:
         _run.emit(Configured(rank=0, strategy=dataclasses.asdict(chosen)))
     return _run
 
 
-def _open_torch(run: Run, member: members.Member) -> None:
+def _open_torch(run: Run) -> None:
     """torch.distributed's default group, for scripts that call it themselves: where the core carries the gradients it carries
-    that as well, and the ranks meet through the coordinator. gloo and NCCL are torch's own groups already."""
-    if run.world.groups.backend != "native" or dist.is_initialized():
-        return
-    from echelon import torch_backend
+    that as well. gloo and NCCL are torch's own groups already."""
+    if run.world.groups.backend == "native":
+        from echelon import torch_backend
 
-    limit = timedelta(seconds=OP_LIMIT_S)
-    store = CoordinatorStore(member, name="torch")
-    dist.init_process_group(
-        torch_backend.NAME, store=store, rank=run.rank, world_size=run.world_size, timeout=limit
-    )
+        run.world.groups.open_torch(torch_backend.NAME)
 
 
 def current() -> Run | None:
@@ -184,7 +175,5 @@ def _close(close: Callable[[], None]) -> None:
     global _run, _last
     if _run is not None:
         _last, _run = _run, None
-        if dist.is_initialized() and _last.world.groups.backend == "native":
-            dist.destroy_process_group()
         _last.close()
         close()

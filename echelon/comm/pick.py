@@ -63,6 +63,7 @@ class Groups:
         self.backend, self.rank, self.size, self.device, self.member = backend, rank, size, device, member
         self.made: list[Group] = []
         self._store: CoordinatorStore | None = None
+        self._opened_torch = False
 
     def make(self, name: str = "gradients") -> Group:
         """A new group of all ranks; the first one also becomes torch.distributed's default group.
@@ -83,6 +84,13 @@ class Groups:
             group = TorchGroup(pg, self.device, self._blame(), self._fresh(name))
         self.made.append(group)
         return group
+
+    def open_torch(self, backend: str) -> None:
+        """Makes torch.distributed's default group over this backend of ours, unless there is one; close() ends it."""
+        if self.member is not None and not dist.is_initialized():
+            limit, store = datetime.timedelta(seconds=OP_LIMIT_S), CoordinatorStore(self.member, name="torch")
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
+            self._opened_torch = True
 
     def _native(self, name: str) -> Group:
         core = native.core()
@@ -131,6 +139,8 @@ class Groups:
         return None if member is None else lambda reason: _gone(member.roster, self.rank)
 
     def close(self) -> None:
+        if self._opened_torch and dist.is_initialized():
+            dist.destroy_process_group()
         for group in reversed(self.made):
             group.close()
         if self._store is not None:
