@@ -18,7 +18,7 @@ from typing import Any
 from echelon.clock import Deadline
 from echelon.control import forks
 from echelon.control.beat import complete
-from echelon.control.rpc import Client, Identity
+from echelon.control.rpc import Client, Identity, Unreached
 from echelon.env import Place
 from echelon.errors import EchelonError, UsageError, WorldError
 from echelon.events import Beat, Event
@@ -72,13 +72,22 @@ class Member:
             raise UsageError("there is no coordinator to join", remedy="Start the script with `echelon run`.")
         member = cls(place, token, deadline)
         try:
-            member.description = member.call("describe", deadline)
-            member.term = member.call("join", deadline, host=place.host, pid=os.getpid())["term"]
+            member.description = member._twice("describe", deadline)
+            member.term = member._twice("join", deadline, host=place.host, pid=os.getpid())["term"]
         except BaseException:
             member._calls.close()
             raise
         member._thread.start()
         return member
+
+    def _twice(self, method: str, deadline: Deadline, **args: Any) -> dict[str, Any]:
+        """A call that does no harm when it happens twice: a coordinator that ends just now is started again."""
+        while True:
+            try:
+                return dict(self.call(method, deadline, **args))
+            except Unreached:
+                if deadline.left_s < 1.0:
+                    raise
 
     def call(self, method: str, deadline: Deadline, **args: Any) -> Any:
         """One call to the coordinator. What may wait long (store.get, watch) goes over a wire of its own: see dial()."""

@@ -80,9 +80,10 @@ class Server:
         """Ends every connection and every method at work."""
         if self._server is not None:
             self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # asyncio.wait_for may lose a cancellation that comes together with its result
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=0.2)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._strangers >= MAX_STRANGERS:

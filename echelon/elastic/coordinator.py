@@ -326,7 +326,7 @@ async def _serve(listening: socket.socket, run_dir: Path, token: str, lifeline_f
     finally:
         for task in looking:
             task.cancel()
-        await asyncio.gather(*looking, return_exceptions=True)
+        await asyncio.wait(looking, timeout=1.0)
         await server.close()
         coordinator.close()
 
