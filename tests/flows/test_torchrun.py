@@ -24,7 +24,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 FAIL = """
     import sys, echelon
     run = echelon.init()
-    print("rank", run.rank, "of", run.world_size, flush=True)
+    print(f"rank {run.rank} of {run.world_size}", flush=True)
     if run.rank == 1:
         raise ValueError("one is too many")
     run.reduce(1.0, "sum")
@@ -33,7 +33,7 @@ FAIL = """
 SLEEP = """
     import time, echelon
     run = echelon.init()
-    print("up", run.rank, flush=True)
+    print(f"up {run.rank}", flush=True)
     time.sleep(300)
 """
 
