@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,7 +126,7 @@ def _lead(core: Any, meeting: Meeting, seat: Seat, key: str, arena: int, deadlin
                 wire, _ = listening.accept()
             except TimeoutError:
                 continue
-            got = _admit(wire, seat, deadline)
+            got = _admit(wire, seat, deadline) if _same_user(wire) else None
             if got is None or got[0] in arenas:
                 wire.close()
                 continue
@@ -135,6 +136,12 @@ def _lead(core: Any, meeting: Meeting, seat: Seat, key: str, arena: int, deadlin
     for wire in wires.values():
         socket.send_fds(wire, [b"f"], fds)
     return [*fds, *(wires[rank].detach() for rank in sorted(wires))]
+
+
+def _same_user(wire: socket.socket) -> bool:
+    """Names of such sockets can be read by every user of the machine: others' knocks cost nothing."""
+    credentials = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1]) in (os.geteuid(), 0)
 
 
 def _admit(wire: socket.socket, seat: Seat, deadline: Deadline) -> tuple[int, int] | None:
