@@ -28,6 +28,14 @@ struct Work {
         int64_t limit = seconds > 1e9 ? INT64_MAX : now_ns() + int64_t(std::max(seconds, 0.0) * 1e9);
         return engine->wait(*op, limit);
     }
+    // 0: not over within a moment, 1: met, 2: lost.
+    int look(int64_t ns) {
+        if (!engine->done(*op)) {
+            nb::gil_scoped_release release;
+            engine->look(*op, ns);
+        }
+        return !engine->done(*op) ? 0 : engine->met(*op) ? 1 : 2;
+    }
     bool poll() { return engine->poll(*op); }
     bool met() const { return engine->met(*op); }
     bool done() const { return engine->done(*op); }
@@ -89,15 +97,13 @@ class CoreGroup {
         nb::gil_scoped_release release;
         engine_->close();
     }
+    void set_patience(int64_t spin_ns, int64_t yield_ns) {
+        engine_->spin_ns = spin_ns;
+        engine_->yield_ns = yield_ns;
+    }
 
   protected:
     virtual std::shared_ptr<Op> make(Request request) = 0;
-    void rest_after(int num_ranks) {  // how long to look before sleeping
-        cpu_set_t cores;
-        bool crowded = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < num_ranks;
-        engine_->spin_ns = crowded ? 2000 : 50000;
-        engine_->yield_ns = crowded ? 60000 : 20000;
-    }
     std::shared_ptr<Engine> engine_;
 
   private:
@@ -114,7 +120,6 @@ class ShmGroup final : public CoreGroup {
         auto shm = std::make_unique<Shm>(rank, control_fd, arena_fds, term);
         shm_ = shm.get();
         engine_ = std::make_shared<Engine>(std::move(shm));
-        rest_after(shm_->size);
     }
 
     nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override {
@@ -201,7 +206,6 @@ class HierGroup final : public CoreGroup {
         hier_ = hier.get();
         engine_ = std::make_shared<Engine>(std::move(hier));
         hier_->belongs_to(engine_.get());
-        rest_after(hier_->shm->size);
     }
 
     nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(uint64_t bytes) override { return plain_buffer(bytes); }
@@ -256,6 +260,7 @@ NB_MODULE(_core, m) {
 
     nb::class_<Work>(m, "Work")
         .def("wait", &Work::wait, "seconds"_a)
+        .def("look", &Work::look)
         .def("poll", &Work::poll)
         .def_prop_ro("met", &Work::met)
         .def_prop_ro("done", &Work::done)
@@ -277,6 +282,7 @@ NB_MODULE(_core, m) {
         .def("abort", &CoreGroup::abort)
         .def_prop_ro("failed", &CoreGroup::failed)
         .def("failure", &CoreGroup::failure)
+        .def("set_patience", &CoreGroup::set_patience, "spin_ns"_a, "yield_ns"_a)
         .def("close", &CoreGroup::close);
     nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup", nb::is_weak_referenceable())
         .def("plain_loop", &ShmGroup::plain_loop)

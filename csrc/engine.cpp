@@ -9,8 +9,8 @@ namespace echelon {
 
 namespace {
 constexpr int64_t MS = 1000000;
-constexpr int64_t REST_NS = 10 * MS;   // the longest sleep without a look at the peers
-constexpr int64_t LOOK_NS = 20 * MS;   // how often the peers' lives are looked at while waiting
+constexpr int64_t REST_NS = 5 * MS;   // the longest sleep without a look at the peers
+constexpr int64_t LOOK_NS = 8 * MS;    // how often the peers' lives are looked at while waiting
 constexpr uint32_t MET = 1, LOST = 2;
 }  // namespace
 
@@ -37,35 +37,69 @@ void Engine::submit(std::shared_ptr<Op> op) {
         incoming_.store(true, std::memory_order_release);
     }
     if (raw->small && driving_.try_lock()) {
-        std::lock_guard hold(driving_, std::adopt_lock);
         take_in();
-        if (num_under_way() == 1) {  // begun here, and finished by whoever waits for it
-            pump();
-            return;
-        }
+        bool alone = num_under_way() == 1;  // begun here, and finished by whoever waits for it
+        if (alone) pump();
+        let_go();
+        if (alone) return;
     }
     transport_->wake();  // whoever drives now has one more
     call_thread();
 }
 
 bool Engine::wait(Op& op, int64_t deadline_ns) {
-    bool more = false;
+    waiting_++;
     while (!done(op)) {
         if (failed()) {
-            std::lock_guard hold(driving_);  // soon free: whoever drives sees the failure too
+            driving_.lock();  // soon free: whoever drives sees the failure too
             lose_all();
-        } else if (driving_.try_lock()) {
-            std::lock_guard hold(driving_, std::adopt_lock);
+            let_go();
+        } else if (driving_.try_lock() || stand_by(op, deadline_ns)) {
             drive(&op, deadline_ns);
-            more = !idle();
-        } else {
-            int64_t left = deadline_ns - now_ns();
-            if (left > 0) futex_wait(op.state, 0, std::min(left, REST_NS), false);
+            let_go();
         }
         if (!done(op) && now_ns() >= deadline_ns) give_up_on(op);
     }
-    if (more || incoming_.load(std::memory_order_acquire)) call_thread();  // what the others wait for must go on
+    waiting_--;
+    if (under_way_.load() > 0) call_thread();  // what the others wait for must go on
     return met(op);
+}
+
+bool Engine::look(Op& op, int64_t ns) {
+    waiting_++;
+    if (!failed() && driving_.try_lock()) {
+        drive(&op, now_ns() + ns);
+        let_go();
+    }
+    waiting_--;
+    return done(op);
+}
+
+bool Engine::stand_by(const Op& op, int64_t deadline_ns) {
+    int64_t began = now_ns();
+    for (uint32_t turn = 1; !done(op) && !failed(); turn++) {
+        if (driving_.try_lock()) return true;
+        cpu_pause();
+        if (turn == 16) transport_->wake();  // the engine's thread may be asleep: it leaves to those who wait
+        if (turn % 16 == 0 && now_ns() - began >= spin_ns) break;
+    }
+    standing_by_++;
+    uint32_t seen = stirred_.load();
+    int64_t left = deadline_ns - now_ns();
+    bool mine = driving_.try_lock();
+    if (!mine && !done(op) && !failed() && left > 0) futex_wait(stirred_, seen, std::min(left, REST_NS), false);
+    standing_by_--;
+    return mine;
+}
+
+void Engine::let_go() {
+    driving_.unlock();
+    if (waiting_.load() > 0) stir();
+}
+
+void Engine::stir() {
+    stirred_++;
+    if (standing_by_.load() > 0) futex_wake(stirred_, false);
 }
 
 void Engine::give_up_on(const Op& op) {
@@ -77,8 +111,8 @@ void Engine::give_up_on(const Op& op) {
 
 bool Engine::poll(Op& op) {
     if (!done(op) && driving_.try_lock()) {
-        std::lock_guard hold(driving_, std::adopt_lock);
         failed() ? lose_all() : void(pump());
+        let_go();
     }
     return done(op);
 }
@@ -97,7 +131,7 @@ void Engine::take_in() {
 void Engine::finish(Op& op, uint32_t state) {
     under_way_--;
     op.state.store(state, std::memory_order_release);
-    futex_wake(op.state, false);
+    stir();
 }
 
 bool Engine::pump() {
@@ -141,9 +175,12 @@ std::vector<int> Engine::behind() const {
 }
 
 void Engine::drive(Op* op, int64_t deadline_ns) {
+    // Whoever waits has nothing better to do than to look; the engine's thread would take a core from those who compute.
+    const int64_t spin = op == nullptr ? std::min<int64_t>(spin_ns, 2000) : spin_ns;
+    const int64_t yield = op == nullptr ? std::min<int64_t>(yield_ns, 20000) : yield_ns;
     int64_t idle_since = 0, looked = 0;
     uint32_t turns = 0;
-    while (op == nullptr ? !idle() : !done(*op)) {
+    while (op == nullptr ? !idle() && waiting_.load(std::memory_order_relaxed) == 0 : !done(*op)) {
         if (failed()) return lose_all();
         if (pump()) {
             idle_since = 0;
@@ -154,14 +191,15 @@ void Engine::drive(Op* op, int64_t deadline_ns) {
         int64_t now = now_ns();
         if (idle_since == 0) idle_since = looked = now;
         if (now >= deadline_ns || (op == nullptr && closing_)) return;
-        if (now - idle_since < spin_ns) continue;
-        if (now - idle_since < spin_ns + yield_ns) {
+        if (now - idle_since < spin) continue;
+        if (now - idle_since < spin + yield) {
             sched_yield();
             turns = 15;
             continue;
         }
         transport_->arm();
-        if (!pump() && !failed()) transport_->rest(std::min(REST_NS, deadline_ns - now));
+        bool wanted = op == nullptr && waiting_.load() > 0;  // said before the wake-up that this rest would miss
+        if (!pump() && !failed() && !wanted) transport_->rest(std::min(REST_NS, deadline_ns - now));
         transport_->disarm();
         turns = 15;
         if (now - looked >= LOOK_NS) {
@@ -213,12 +251,11 @@ void Engine::run() {
             if (closing_) return;
             call_ = false;
         }
-        if (!driving_.try_lock()) continue;  // whoever drives calls again if something is left
-        {
-            std::lock_guard hold(driving_, std::adopt_lock);
-            drive(nullptr, INT64_MAX);
-        }
-        if (incoming_.load(std::memory_order_acquire)) call_thread();
+        if (waiting_.load() > 0) continue;  // whoever waits drives, and calls again if something is left
+        driving_.lock();
+        drive(nullptr, INT64_MAX);
+        let_go();
+        if (incoming_.load(std::memory_order_acquire) && waiting_.load() == 0) call_thread();
     }
 }
 

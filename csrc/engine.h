@@ -3,7 +3,7 @@
 // An operation is a small state machine: step() does a bounded piece of work if it can and never blocks. Each lane is a
 // queue whose head is moved; lanes are looked at in the order of their urgency, between any two pieces. Whoever waits
 // for an operation moves all of them (nothing is handed between threads when a call is followed by its wait); while
-// nobody waits, a thread of the engine's own does. Neither holds Python's lock.
+// nobody waits, a thread of the engine's own does, and leaves it to the first who waits. Neither holds Python's lock.
 #pragma once
 
 #include <atomic>
@@ -36,7 +36,7 @@ class Op {
 
   private:
     friend class Engine;
-    std::atomic<uint32_t> state{0};  // 0 under way, 1 met, 2 lost; a futex
+    std::atomic<uint32_t> state{0};  // 0 under way, 1 met, 2 lost
 };
 
 
@@ -81,6 +81,8 @@ class Engine {
     bool wait(Op& op, int64_t deadline_ns);
     // Whether `op` is over, after a look at what could be moved on.
     bool poll(Op& op);
+    // Like wait, for a moment: true when `op` is over. Whoever gets false waits next.
+    bool look(Op& op, int64_t ns);
     bool done(const Op& op) const { return op.state.load(std::memory_order_acquire) != 0; }
     bool met(const Op& op) const { return op.state.load(std::memory_order_acquire) == 1; }
 
@@ -95,8 +97,9 @@ class Engine {
     // Ends in good order: waits for nothing; what is under way is lost.
     void close();
     Transport& transport() { return *transport_; }
-    // How long to look, and then to let others run, before sleeping: set once, before the first operation.
-    int64_t spin_ns = 20000, yield_ns = 20000;
+    // How long whoever waits looks, and then lets others run between two looks, before sleeping. A core of one's own costs a yield
+    // that returns at once; a shared one goes to the peer that is waited for. Set before the first operation.
+    int64_t spin_ns = 2000, yield_ns = 300000;
 
   private:
     void take_in();                       // inbox -> lanes
@@ -106,8 +109,12 @@ class Engine {
     void finish(Op& op, uint32_t state);
     void lose_all();
     void give_up_on(const Op& op);
-    // Moves everything on until `op` is over (nullptr: until nothing is left), or the deadline. Holds driving_.
+    // Moves everything on until `op` is over (nullptr: until nothing is left or somebody waits), or the deadline. Holds driving_.
     void drive(Op* op, int64_t deadline_ns);
+    // While somebody else drives: looks for a while, then sleeps. True when nobody does any more: driving_ is held.
+    bool stand_by(const Op& op, int64_t deadline_ns);
+    void let_go();                        // of driving_
+    void stir();                          // those who stand by: something is over, or nobody drives
     std::vector<int> behind() const;
     void run();                           // the engine's own thread
     void call_thread();
@@ -129,6 +136,9 @@ class Engine {
     bool call_ = false;
     std::atomic<bool> closing_{false};
     std::atomic<int64_t> under_way_{0};   // taken over and not over yet
+    std::atomic<int> waiting_{0};         // threads inside wait()
+    std::atomic<uint32_t> stirred_{0};    // a futex
+    std::atomic<int> standing_by_{0};     // asleep on it
 };
 
 // Sleeping on a word. Shared between processes, or only between threads of this one.

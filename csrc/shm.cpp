@@ -89,7 +89,7 @@ void Shm::format(int control_fd, const Layout& layout, uint64_t term) {
 
 void Shm::reserve(int arena_fd, const Layout& layout) {
     if (ftruncate(arena_fd, off_t(layout.base_bytes())) != 0) refuse("cannot size a shared arena");
-    allot(arena_fd, 0, layout.rings());  // rings take their pages when they are first used
+    allot(arena_fd, 0, layout.urgent());  // what is seldom used takes its pages when it is: the upper lane, messages
 }
 
 Shm::Shm(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term)

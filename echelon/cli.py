@@ -296,7 +296,7 @@ def bench() -> None:
     help="Bytes of a rank's tensor.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1), metavar="R", help="Rounds a cell.  [default: 20 to 400, by size]"
+    "--rounds", type=click.IntRange(1), metavar="R", help="Rounds a cell.  [default: 20 to 60, by size]"
 )
 @click.option("--hosts", "num_hosts", type=int, default=1, metavar="H", callback=_at_least_one,
               help="Machines that take part, as for `echelon run`.  [default: 1]")  # fmt: skip
@@ -324,7 +324,8 @@ def bench_comm(
       echelon bench comm --workers 4 --ops all_reduce,all_gather --plot comm.svg
       echelon bench comm --workers 8 --hosts 2 --listen 10.0.0.1
 
-    Times are medians over rounds, of the slowest worker. "against" is how many
+    Times are medians over rounds, of the slowest worker; a round of small ones
+    is 20 calls in a row, and its time is divided by them. "against" is how many
     times faster than the slowest row; "limit" is the share of a bare loop over
     the same shared memory, which nothing beats by much.
     """

@@ -39,6 +39,8 @@ class Cell:
     median_s: float
     quartile_s: float
     rounds: int
+    calls: int = 1
+    """One after the other in a round, whose time is divided by them."""
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -72,12 +74,20 @@ def parse_ops(text: str) -> list[str]:
 
 def rounds_for(num_bytes: int) -> int:
     """Few for long ones, so that a cell takes about a second."""
-    return 400 if num_bytes <= 1 << 16 else 100 if num_bytes <= 1 << 20 else 20
+    return 60 if num_bytes <= 1 << 16 else 40 if num_bytes <= 1 << 20 else 20
 
 
-def cell(op: str, num_bytes: int, backend: str, seconds: list[float]) -> Cell:
-    ordered = sorted(seconds)
-    return Cell(op, num_bytes, backend, statistics.median(ordered), ordered[len(ordered) // 4], len(ordered))
+def calls_for(num_bytes: int) -> int:
+    """Calls of a round: as many as it takes for the moment when the ranks begin, and the clock, not to count."""
+    return 20 if num_bytes <= 1 << 16 else 5 if num_bytes <= 1 << 20 else 1
+
+
+def cell(op: str, num_bytes: int, backend: str, seconds: list[float], calls: int = 1) -> Cell:
+    """Of the seconds that each round took."""
+    ordered = sorted(one / calls for one in seconds)
+    return Cell(
+        op, num_bytes, backend, statistics.median(ordered), ordered[len(ordered) // 4], len(ordered), calls
+    )
 
 
 def size_words(num_bytes: int) -> str:

@@ -13,22 +13,24 @@ from typing import Any
 import torch
 
 from echelon import start
-from echelon.bench.comm import LIMIT, SEGMENT, Cell, cell, rounds_for
+from echelon.bench.comm import LIMIT, SEGMENT, Cell, calls_for, cell, rounds_for
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Met
 from echelon.comm.over_native import NativeGroup
 from echelon.comm.pick import Groups
 
-WAIT_S = 120.0
+WAIT_S, LIMIT_S = 120.0, 3600.0
+"""Of one wait; of all of a cell."""
 Act = Callable[[], None]
 
 
 def main(asked: dict[str, Any], out: Path) -> None:
     run = start.init(backend=asked["backends"][0])
     world = run.world
-    groups: dict[str, Group] = {asked["backends"][0]: world.gradients}
-    for backend in asked["backends"][1:]:
-        groups[backend] = Groups(backend, world.rank, world.size, world.device, run.member).make("bench")
+    groups: dict[str, Group] = {}
+    for backend in asked["backends"]:
+        device = world.device if backend == "nccl" else torch.device("cpu")
+        groups[backend] = Groups(backend, world.rank, world.size, device, run.member).make("bench")
     cells: list[Cell] = []
     for op in asked["ops"]:
         for num_bytes in asked["sizes"] if op != "barrier" else [0]:
@@ -36,8 +38,9 @@ def main(asked: dict[str, Any], out: Path) -> None:
             native = groups.get("native")
             if op == "all_reduce" and isinstance(native, NativeGroup) and hasattr(native.core, "plain_loop"):
                 acts |= in_segment(native, num_bytes)
-            times = measure(world.side, acts, asked.get("rounds") or rounds_for(num_bytes))
-            cells += [cell(op, num_bytes, name, seconds) for name, seconds in times.items()]
+            calls = calls_for(num_bytes)
+            times = measure(world.side, acts, asked.get("rounds") or rounds_for(num_bytes), calls)
+            cells += [cell(op, num_bytes, name, seconds, calls) for name, seconds in times.items()]
             if run.is_main:
                 print(f"{op} {num_bytes}", file=sys.stderr, flush=True)
     if run.is_main:
@@ -46,6 +49,11 @@ def main(asked: dict[str, Any], out: Path) -> None:
 
 def act(group: Group, op: str, num_bytes: int) -> Act:
     """One call of `op` and its wait, with tensors of its own."""
+    with torch.device(getattr(group, "device", "cpu")):
+        return _act(group, op, num_bytes)
+
+
+def _act(group: Group, op: str, num_bytes: int) -> Act:
     count, size = num_bytes // 4, group.size
     x, rows = torch.zeros(count), torch.zeros(size, count) if num_bytes <= 1 << 28 else torch.zeros(0)
     piece = max(1, count // size)
@@ -64,12 +72,14 @@ def act(group: Group, op: str, num_bytes: int) -> Act:
         "send": lambda: _around(group, x),
         "barrier": group.barrier,
     }
-    begin = calls[op]
+    begin, deadline, on_gpu = calls[op], Deadline.after(LIMIT_S), x.is_cuda
 
     def once() -> None:
         work = begin()
-        outcome = work.wait(Deadline.after(WAIT_S)) if work is not None else Met()
+        outcome = work.wait(deadline) if work is not None else Met()
         assert isinstance(outcome, Met), outcome
+        if on_gpu:
+            torch.cuda.synchronize()
 
     return once
 
@@ -89,16 +99,16 @@ def _around(group: Group, x: torch.Tensor) -> Any:
 def in_segment(group: NativeGroup, num_bytes: int) -> dict[str, Act]:
     """The same all-reduce of the group's own buffer, and as a bare loop over everybody's."""
     buffer, bare = group.buffer(num_bytes).view(torch.float32), group.buffer(4096 + num_bytes)
-    count = num_bytes // 4
+    count, deadline = num_bytes // 4, Deadline.after(LIMIT_S)
 
     def in_place() -> None:
-        assert isinstance(group.all_reduce(buffer).wait(Deadline.after(WAIT_S)), Met)
+        assert isinstance(group.all_reduce(buffer).wait(deadline), Met)
 
     return {SEGMENT: in_place, LIMIT: lambda: group.core.plain_loop(bare.data_ptr(), count)}
 
 
-def measure(side: Group, acts: dict[str, Act], rounds: int) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, a round: everybody starts together, backends take turns."""
+def measure(side: Group, acts: dict[str, Act], rounds: int, calls: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, a round of so many calls: everybody starts together, backends take turns."""
     times = torch.zeros(len(acts), rounds, dtype=torch.float64)
     for once in acts.values():
         for _ in range(3):
@@ -108,7 +118,8 @@ def measure(side: Group, acts: dict[str, Act], rounds: int) -> dict[str, list[fl
         for place, once in order if number % 2 else reversed(order):
             side.barrier().wait(Deadline.after(WAIT_S))
             began = time.perf_counter()
-            once()
+            for _ in range(calls):
+                once()
             times[place, number] = time.perf_counter() - began
     side.all_reduce(times, "max").wait(Deadline.after(WAIT_S))
     return {name: times[place].tolist() for place, name in enumerate(acts)}

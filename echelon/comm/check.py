@@ -21,20 +21,32 @@ BITS = frozenset({"and", "or", "xor"})
 OPS = frozenset({"sum", "avg", "min", "max", "prod"}) | BITS
 
 
+def plain(x: Tensor) -> bool:
+    """Is this tensor plain memory, one element after the other?"""
+    return x.layout is torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
 def whole(verb: str, **tensors: Tensor | None) -> None:
-    """Are these tensors plain memory, one element after the other?"""
+    """All of them must be plain memory."""
     for name, x in tensors.items():
-        if x is None:
+        if x is None or plain(x):
             continue
         if x.layout is not torch.strided:
             raise UsageError(
                 f"{verb}: {name} is a {x.layout} tensor", remedy=f"Pass its indices and values, or {name}.to_dense()."
             )  # fmt: skip
-        if not x.is_contiguous() or x.is_conj() or x.is_neg():
-            raise UsageError(
-                f"{verb}: {name} of shape {tuple(x.shape)} is not contiguous (strides {x.stride()})",
-                remedy=f"Pass {name}.contiguous(), and copy the result back if {name} receives one.",
-            )
+        raise UsageError(
+            f"{verb}: {name} of shape {tuple(x.shape)} is not contiguous (strides {x.stride()})",
+            remedy=f"Pass {name}.contiguous(), and copy the result back if {name} receives one.",
+        )
+
+
+def has_meaning(dtype: torch.dtype, op: str) -> bool:
+    try:
+        reducible("", dtype, op)
+    except UsageError:
+        return False
+    return True
 
 
 def reducible(verb: str, dtype: torch.dtype, op: str) -> None:

@@ -22,7 +22,6 @@ from echelon.control import greet
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, WireError, WorldError
 
-CHUNK_BYTES = 256 * 1024
 RING_BYTES = 256 * 1024
 STRANGER_S = 5.0
 """The longest that somebody who knocks and says nothing keeps the others waiting."""
@@ -63,6 +62,11 @@ class Seat:
     term: int = 1
 
 
+def chunk_bytes(size: int) -> int:
+    """What goes through shared memory at a time: more among many, who then meet less often; it still fits the second cache."""
+    return 256 * 1024 if size <= 4 else 1024 * 1024
+
+
 def same_memory() -> str:
     """Equal for two processes exactly when they can share memory and find each other's unix sockets."""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -84,7 +88,7 @@ def enter(
     arena = _memfd(f"echelon-arena-{seat.rank}")
     fds: list[int] = [arena]
     try:
-        core.reserve(arena, seat.size, CHUNK_BYTES, RING_BYTES)
+        core.reserve(arena, seat.size, chunk_bytes(seat.size), RING_BYTES)
         key = f"shm/{name}"
         if seat.rank == 0:
             fds = _lead(core, meeting, seat, key, arena, deadline)
@@ -113,7 +117,7 @@ def enter(
 
 def _lead(core: Any, meeting: Meeting, seat: Seat, key: str, arena: int, deadline: Deadline) -> list[int]:
     control = _memfd("echelon-control")
-    core.format(control, seat.size, CHUNK_BYTES, RING_BYTES, seat.term)
+    core.format(control, seat.size, chunk_bytes(seat.size), RING_BYTES, seat.term)
     arenas, wires = {0: arena}, {}
     address = "\0echelon-" + secrets.token_hex(16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:

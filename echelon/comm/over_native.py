@@ -17,7 +17,7 @@ from torch import Tensor
 from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm import check
-from echelon.comm.group import Done, Lost, Met, Op, Outcome, Receipt, Work
+from echelon.comm.group import Lost, Met, Op, Outcome, Receipt, Work
 from echelon.comm.over_torch import OP_LIMIT_S, Blame
 
 _DTYPES = {
@@ -27,47 +27,80 @@ _DTYPES = {
 _OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "prod": 4, "and": 5, "or": 6, "xor": 7}
 _BARRIER, _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _REDUCE, _GATHER, _SCATTER = range(8)
 _BYTE = _DTYPES[torch.uint8]
+After = Callable[[], object] | None
+"""What is done to the tensors when the operation is over."""
+MET = Met()
 CERTAIN = frozenset({"dead", "mismatch", "late"})
 """Causes that need no second opinion about who was lost."""
+
+
+LOOK_NS = 20_000
+"""A wait this short is not worth being told: whoever looks at what this process waits in would not see it."""
 
 
 class NativeWork:
     """One operation of a NativeGroup. It holds the tensors, whose addresses the core has."""
 
-    source: int | None = None
+    __slots__ = ("_lock", "after", "group", "held", "number", "outcome", "source", "what", "work")
 
     def __init__(
-        self, group: NativeGroup, work: Any, number: int, what: str, held: tuple[Tensor | None, ...], after: Any
+        self, group: NativeGroup, work: Any, number: int, what: str, held: tuple[Tensor | None, ...], after: After = None
     ) -> None:  # fmt: skip
-        self.group, self.work, self.held, self.after = group, work, held, after
-        self.number, self.what = number, what
+        self.group, self.work, self.number, self.what, self.held, self.after = (
+            group,
+            work,
+            number,
+            what,
+            held,
+            after,
+        )
         self.outcome: Outcome | None = None
-        self._lock = threading.Lock()
+        self.source: int | None = None
+        self._lock = None if after is None else threading.Lock()
 
     def wait(self, deadline: Deadline) -> Outcome:
-        with self._lock:
-            if self.outcome is None:
-                self.outcome = self._wait(deadline)
+        if self.outcome is not None:
             return self.outcome
-
-    def _wait(self, deadline: Deadline) -> Outcome:
-        num_bytes = self.held[0].nbytes if self.held and self.held[0] is not None else 0
-        with activity.waiting(self.group.name, self.number, self.what, num_bytes):
-            met = self.work.wait(min(deadline.left_s, OP_LIMIT_S))
+        if self.work.look(LOOK_NS) == 1:
+            activity.moved()
+            met = True
+        else:
+            with activity.waiting(self.group.name, self.number, self.what, _num_bytes(self.held)):
+                met = self.work.wait(min(deadline.left_s, OP_LIMIT_S))
         if not met:
-            return self.group.failure()
-        if self.after is not None:
-            self.after()
-        if self.work.peer >= 0:
+            self.outcome = self.group.failure()
+        elif self._lock is None:
+            self.outcome = MET
+        else:
+            self._finish(self._lock)
+        return self.outcome  # type: ignore[return-value]
+
+    def _finish(self, lock: threading.Lock) -> None:
+        """What remains to be done with the result, once, whoever waits."""
+        with lock:
+            if self.outcome is None:
+                assert self.after is not None
+                self.after()
+                self.outcome = MET
+
+
+class Received(NativeWork):
+    """A recv."""
+
+    __slots__ = ()
+
+    def wait(self, deadline: Deadline) -> Outcome:
+        outcome = super().wait(deadline)
+        if outcome is MET:
             self.source = self.work.peer
-        return Met()
+        return outcome
 
 
 class NativeGroup:
     """See Group. `core` is a group of the compiled module; `blame` names the dead where the core can only guess.
 
     Operations are numbered, so that ranks which wait can be told who has not begun the same one (`name` must be one
-    everywhere). Those of `urgent` order (the higher lane) overtake the others between two pieces of work.
+    everywhere).
     """
 
     local = False
@@ -80,9 +113,10 @@ class NativeGroup:
         device: torch.device,
         name: str = "group",
         blame: Blame | None = None,
+        lane: int = 0,
     ) -> None:
         self.core, self.rank, self.size, self.device = core, rank, size, device
-        self.name, self.number, self.blame = name, 0, blame
+        self.name, self.number, self.blame, self.lane = name, 0, blame, lane
         self.lost: Lost | None = None
         self._lock = threading.Lock()
         self._live: deque[NativeWork] = deque()
@@ -97,50 +131,56 @@ class NativeGroup:
                 self.lost = Lost(tuple(sorted(peers)), reason)
             return self.lost
 
-    def _start(
-        self,
-        what: str,
-        begin: Callable[[], Any],
-        *held: Tensor | None,
-        after: Callable[[], object] | None = None,
-    ) -> NativeWork | Done:
-        if self.core.failed:
-            return Done(self.failure())
-        self.number += 1
-        activity.begun[self.name] = self.number
-        work = NativeWork(self, begin(), self.number, what, held, after)
-        while self._live and self._live[0].work.done:
-            self._live.popleft()
-        self._live.append(work)
-        return work
+    def urgent(self) -> NativeGroup:
+        """The same ranks, in the higher lane: what is begun here overtakes what is under way, between two pieces of work."""
+        return NativeGroup(
+            self.core, self.rank, self.size, self.device, f"{self.name}-urgent", self.blame, lane=1
+        )
 
-    def _reduce_like(
+    def _begun(self, what: str, work: Any, held: tuple[Tensor | None, ...], after: After = None, kind: type[NativeWork] = NativeWork) -> NativeWork:  # fmt: skip
+        self.number = number = self.number + 1
+        activity.begun[self.name] = number
+        begun, live = kind(self, work, number, what, held, after), self._live
+        while live and (live[0].outcome is not None or live[0].work.done):
+            live.popleft()
+        live.append(begun)
+        return begun
+
+    def _reduced(
         self, kind: int, what: str, x: Tensor, out: Tensor | None, part: Tensor, op: Op, root: int
     ) -> Work:
         """`part` is one rank's share; x goes in, out (None: x itself) comes back."""
-        check.reducible(what, x.dtype, op)
-        return self._moved(kind, what, x, out, part, op, root, reduces=True)
+        codes = _REDUCED.get((part.dtype, op))
+        if codes is None:
+            check.reducible(what, x.dtype, op)
+            codes = _DTYPES[_REAL[x.dtype]], _OPS[op]  # complex numbers are pairs of reals
+            return self._moved(kind, what, x, out, codes[0], codes[1], 2 * part.numel(), root)
+        return self._moved(kind, what, x, out, codes[0], codes[1], part.numel(), root)
+
+    def _copied(
+        self, kind: int, what: str, x: Tensor | None, out: Tensor | None, part: Tensor, root: int
+    ) -> Work:
+        dtype = _DTYPES.get(part.dtype)
+        if dtype is None:  # whatever is only moved is bytes
+            return self._moved(kind, what, x, out, _BYTE, 0, part.nbytes, root)
+        return self._moved(kind, what, x, out, dtype, 0, part.numel(), root)
 
     def _moved(
-        self, kind: int, what: str, x: Tensor | None, out: Tensor | None, part: Tensor, op: Op, root: int, reduces: bool = False
+        self, kind: int, what: str, x: Tensor | None, out: Tensor | None, dtype: int, op: int, count: int, root: int
     ) -> Work:  # fmt: skip
+        if (x is None or x.is_cpu) and (out is None or out.is_cpu):
+            at, to = 0 if x is None else x.data_ptr(), 0 if out is None else out.data_ptr()
+            return self._begun(
+                what, self.core.collective(kind, dtype, op, root, count, at, to, self.lane), (x, out)
+            )
         mine, theirs, after = _staged(x), None, None
         if out is not None:
             theirs = _room_for(out)
-            if theirs is not out:
-                after = lambda: out.copy_(theirs)  # noqa: E731
-        elif x is not None and mine is not x:
+            after = lambda: out.copy_(theirs)  # noqa: E731
+        elif x is not None:
             after = lambda: x.copy_(mine)  # type: ignore[arg-type]  # noqa: E731
-        dtype = _DTYPES.get(part.dtype)
-        count = part.numel()
-        if dtype is None:  # complex numbers are pairs of reals; whatever is only moved is bytes
-            real = _REAL.get(part.dtype) if reduces else None
-            dtype, count = (_DTYPES[real], count * 2) if real is not None else (_BYTE, part.nbytes)
-        return self._start(
-            what,
-            lambda: self.core.collective(kind, dtype, _OPS[op], root, count, _address(mine), _address(theirs), 0),
-            mine, theirs, x, out, after=after,
-        )  # fmt: skip
+        work = self.core.collective(kind, dtype, op, root, count, _address(mine), _address(theirs), self.lane)
+        return self._begun(what, work, (mine, theirs, x, out), after)
 
     def buffer(self, nbytes: int) -> Tensor:
         if self.device.type != "cpu" or nbytes == 0:
@@ -148,76 +188,71 @@ class NativeGroup:
         return torch.from_numpy(self.core.buffer(nbytes))
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        check.whole("all_reduce", x=x)
-        return self._reduce_like(_ALL_REDUCE, "all_reduce", x, None, x, op, 0)
+        if not check.plain(x):
+            check.whole("all_reduce", x=x)
+        return self._reduced(_ALL_REDUCE, "all_reduce", x, None, x, op, 0)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
         check.whole("reduce_scatter", out=out, x=x)
         check.stacked("reduce_scatter", x, out, self.size)
-        return self._reduce_like(_REDUCE_SCATTER, "reduce_scatter", x, out, out, op, 0)
+        return self._reduced(_REDUCE_SCATTER, "reduce_scatter", x, out, out, op, 0)
 
     def reduce(self, x: Tensor, root: int = 0, op: Op = "sum") -> Work:
         check.whole("reduce", x=x)
         check.rank("reduce", "root", root, self.size)
-        return self._reduce_like(_REDUCE, "reduce", x, None, x, op, root)
+        return self._reduced(_REDUCE, "reduce", x, None, x, op, root)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         check.whole("all_gather", out=out, x=x)
         check.stacked("all_gather", out, x, self.size)
-        return self._moved(_ALL_GATHER, "all_gather", x, out, x, "sum", 0)
+        return self._copied(_ALL_GATHER, "all_gather", x, out, x, 0)
 
     def gather(self, out: Tensor | None, x: Tensor, root: int = 0) -> Work:
         check.whole("gather", out=out, x=x)
         check.rank("gather", "root", root, self.size)
         check.only_on_root("gather", "out", out, x, root == self.rank, self.size)
-        return self._moved(_GATHER, "gather", x, out, x, "sum", root)
+        return self._copied(_GATHER, "gather", x, out, x, root)
 
     def scatter(self, out: Tensor, x: Tensor | None, root: int = 0) -> Work:
         check.whole("scatter", out=out, x=x)
         check.rank("scatter", "root", root, self.size)
         check.only_on_root("scatter", "x", x, out, root == self.rank, self.size)
-        return self._moved(_SCATTER, "scatter", x, out, out, "sum", root)
+        return self._copied(_SCATTER, "scatter", x, out, out, root)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
         check.whole("broadcast", x=x)
         check.rank("broadcast", "root", root, self.size)
-        return self._moved(_BROADCAST, "broadcast", x, None, x, "sum", root)
+        return self._copied(_BROADCAST, "broadcast", x, None, x, root)
 
     def all_to_all(self, out: Tensor, x: Tensor, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
         check.whole("all_to_all", out=out, x=x)
         check.cut("all_to_all", "x", x, counts, self.size)
         check.cut("all_to_all", "out", out, out_counts, self.size)
         mine, theirs = _staged(x), _room_for(out)
-        after = None if theirs is out else lambda: out.copy_(theirs)
         dtype, width = _DTYPES.get(x.dtype), 1
         if dtype is None:
             dtype, width = _BYTE, x.element_size()
         sends, takes = [c * width for c in counts], [c * width for c in out_counts]
-        return self._start(
-            "all_to_all",
-            lambda: self.core.all_to_all(dtype, _address(mine), _address(theirs), sends, takes, 0),
-            mine, theirs, x, out, after=after,
-        )  # fmt: skip
+        work = self.core.all_to_all(dtype, _address(mine), _address(theirs), sends, takes, self.lane)
+        after = None if theirs is out else lambda: out.copy_(theirs)
+        return self._begun("all_to_all", work, (mine, theirs, x, out), after)
 
     def send(self, x: Tensor, peer: int, tag: int = 0) -> Work:
         check.whole("send", x=x)
         check.other("send", peer, self.rank, self.size)
         mine = _staged(x)
-        return self._start(
-            "send", lambda: self.core.message(True, _address(mine), x.nbytes, peer, tag), mine, x
-        )
+        return self._begun("send", self.core.message(True, _address(mine), x.nbytes, peer, tag), (mine, x))
 
     def recv(self, x: Tensor, peer: int | None, tag: int = 0) -> Receipt:
         check.whole("recv", x=x)
         check.other("recv", peer, self.rank, self.size)
-        room, whom = _room_for(x), -1 if peer is None else peer
-        return self._start(
-            "recv", lambda: self.core.message(False, _address(room), x.nbytes, whom, tag), room, x,
-            after=None if room is x else lambda: x.copy_(room),
-        )  # fmt: skip
+        room = _room_for(x)
+        work = self.core.message(False, room.data_ptr(), x.nbytes, -1 if peer is None else peer, tag)
+        after = None if room is x else lambda: x.copy_(room)
+        return self._begun("recv", work, (room, x), after, Received)
 
     def barrier(self) -> Work:
-        return self._start("barrier", lambda: self.core.collective(_BARRIER, _BYTE, 0, 0, 0, 0, 0, 0))
+        return self._begun("barrier", self.core.collective(_BARRIER, _BYTE, 0, 0, 0, 0, 0, self.lane), ())
 
     def abort(self, reason: str) -> None:
         self.core.abort([], reason)
@@ -227,6 +262,19 @@ class NativeGroup:
 
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+
+
+_REDUCED = {
+    (dtype, op): (code, _OPS[op])
+    for dtype, code in _DTYPES.items()
+    for op in check.OPS
+    if check.has_meaning(dtype, op)
+}
+"""The core's codes of whatever may be reduced as it is."""
+
+
+def _num_bytes(held: tuple[Tensor | None, ...]) -> int:
+    return held[0].nbytes if held and held[0] is not None else 0
 
 
 def _address(x: Tensor | None) -> int:

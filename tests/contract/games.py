@@ -59,7 +59,7 @@ def game(draw: random.Random, num: int) -> list[float]:
     """Seconds from a kill to each survivor's Lost; AssertionError when anything was not as it must be."""
     size, seed = draw.randrange(2, 9), draw.randrange(2**31)
     how = draw.choice(["calm", "calm", "kill", "kill", "cancel"])
-    core, chunk, ring = native.core(), handover.CHUNK_BYTES, handover.RING_BYTES
+    core, chunk, ring = native.core(), handover.chunk_bytes(size), handover.RING_BYTES
     fds = [os.memfd_create(f"game-{i}") for i in range(size + 1)]
     core.format(fds[0], size, chunk, ring, 1)
     for fd in fds[1:]:

@@ -33,7 +33,7 @@ def numbers(rank: int, size: int) -> None:
             dist.all_reduce(t)
     assert all(torch.all(t == size) for t in several)
     out = torch.zeros(4, device=DEVICE)
-    dist.reduce_scatter_single(out, torch.arange(8.0, device=DEVICE))
+    dist.reduce_scatter_tensor(out, torch.arange(8.0, device=DEVICE))
     assert out[0].item() == 8.0 * rank
     with torch.cuda.stream(torch.cuda.Stream()):
         y = torch.randn(4096, 4096, device=DEVICE)
