@@ -429,7 +429,8 @@ void Tcp::tell(const Failure& failure) {
 void Tcp::hear_failure(int peer, Link& link) {
     Failure heard;
     int32_t num = 0;
-    if (link.words.size() >= sizeof num) memcpy(&num, link.words.data(), sizeof num);
+    if (link.words.size() < sizeof num) link.words.resize(sizeof num);  // said nothing
+    memcpy(&num, link.words.data(), sizeof num);
     num = std::clamp<int32_t>(num, 0, int32_t(link.words.size() / sizeof num) - 1);
     for (int32_t i = 0; i < num; i++) {
         int32_t blamed;

@@ -125,6 +125,8 @@ class Tcp final : public Transport {
         // messages
         uint64_t lent = 0;                 // bytes sent that it has not taken yet
         uint64_t owed = 0;                 // bytes taken here that it was not told of
+        uint64_t borrowed = 0;             // bytes it sent and was not told of: never more than the window
+        uint64_t heard = 0;                // the last number of its messages and offers
         std::deque<Coming> kept;           // nobody has asked for these yet
         Coming coming;                     // the one that is being taken
         std::shared_ptr<Message> into;

@@ -128,12 +128,17 @@ char* Tcp::take_message(int peer, Link& link, const Head& head) {
         return link.into->x;
     }
     const bool offered = What(head.what) == What::offer;
-    if (head.bytes != (offered ? 0 : head.total) || (!offered && weight(head.bytes) > WINDOW_BYTES)) {
+    const bool fits_window = head.bytes <= WINDOW_BYTES && link.borrowed + weight(head.bytes) <= WINDOW_BYTES;
+    if (head.number <= link.heard || head.bytes != (offered ? 0 : head.total) || (!offered && !fits_window)) {
         engine->fail({{peer}, "rank " + std::to_string(peer) + " sent something that is not a message", "broken"});
         return nullptr;
     }
+    link.heard = head.number;
     link.coming = {head.root, head.total, head.number, offered, {}};
-    if (!offered) link.into = wanted(peer, head.root);
+    if (!offered) {
+        link.borrowed += weight(head.bytes);
+        link.into = wanted(peer, head.root);
+    }
     if (link.into) {
         num_coming_++;
         return fits(peer, head.total, *link.into) ? link.into->x : nullptr;
@@ -186,6 +191,7 @@ void Tcp::credit(int peer, Link& link, uint64_t bytes) {
     if (link.owed < WINDOW_BYTES / 4) return;
     Head told = head(What::credit);
     told.total = link.owed;
+    link.borrowed -= link.owed;
     link.owed = 0;
     say(peer, told);
 }

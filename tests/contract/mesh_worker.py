@@ -3,7 +3,10 @@
 HOST is the host that the rank says to be on: ranks with one HOST share memory."""
 
 import os
+import random
+import resource
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -100,6 +103,28 @@ def think(seconds: str) -> None:
     met(g.all_reduce(x))
     assert torch.all(x == size)
     met(g.barrier())
+
+
+def spoil(how: str) -> None:
+    """The last rank writes past its core into an open stream of every peer on another host."""
+    links = []
+    connect = hosts.mesh.connect
+    hosts.mesh.connect = lambda *args: links.extend(connect(*args)) or links
+    g = group()
+    x = torch.ones(1 << 20)
+    met(g.all_reduce(x))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work = g.all_reduce(x) if rank != size - 1 else None
+    if work is None:
+        for streams in links:
+            for fd in streams[2:3]:  # the first of a lane
+                with socket.socket(fileno=os.dup(fd)) as wire:
+                    wire.sendall(random.Random(5).randbytes(64) if how == "garbage" else b"1hce")
+                    if how == "cut":
+                        wire.shutdown(socket.SHUT_WR)
+        work = g.all_reduce(x)
+    lost(work.wait(Deadline.after(60)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
 
 
 def storm(num: str, seed: str) -> None:

@@ -117,6 +117,18 @@ def test_a_host_that_vanishes_is_lost_within_the_limit(tmp_path, how):
         assert when - cut < LIMIT_S + 5
 
 
+@pytest.mark.case("TCP: garbage in an open stream")
+@pytest.mark.parametrize("how", ["garbage", "cut"])
+@pytest.mark.parametrize("hosts", ["abc", "aab"])
+def test_a_rank_that_sends_garbage_is_lost_for_everybody(tmp_path, hosts, how):
+    """It proved the token and was one of us, until something wrote into its stream."""
+    codes, said = finish(tmp_path, start(tmp_path, hosts, "spoil", how))
+    assert codes == [0, 0, 0], said
+    for peers, _, reason in lost(tmp_path, range(2)):
+        assert peers == "(2,)", reason
+        assert ("not a frame" if how == "garbage" else "the connection to rank 2 is gone") in reason
+
+
 @pytest.mark.case("TCP: mismatched calls name both sides")
 @pytest.mark.parametrize(
     ("how", "called"),
