@@ -88,6 +88,7 @@ class Tcp final : public Transport {
     size_t num_served() const override { return sends_.size() + recvs_.size() + num_coming_ + finished_.size(); }
     std::vector<int> served_behind() const override;
 
+    void forget_claimed() { std::erase_if(recvs_, [](auto& message) { return message->claimed; }); }
     void differ(const Call& mine, int peer, const Head& head);  // fails: the ranks called different operations
 
   private:

@@ -1,4 +1,4 @@
-// Messages between two hosts' ranks, with tags.
+// Messages between two ranks over TCP, with tags.
 //
 // A sender may be ahead of its receiver by WINDOW_BYTES for each peer: those messages leave at once, and the receiver keeps them
 // aside until somebody asks. What goes beyond is only offered, and leaves when the receiver is ready for it. So a tag may be
@@ -99,11 +99,12 @@ std::vector<int> Tcp::served_behind() const {
 
 std::shared_ptr<Message> Tcp::wanted(int peer, int32_t tag) {
     auto found = std::find_if(recvs_.begin(), recvs_.end(),
-                              [&](auto& m) { return (m->peer == peer || m->peer < 0) && m->tag == tag; });
+                              [&](auto& m) { return (m->peer == peer || m->peer < 0) && m->tag == tag && !m->claimed; });
     if (found == recvs_.end()) return nullptr;
     auto message = std::move(*found);
     recvs_.erase(found);
     message->peer = peer;
+    message->claimed = true;
     return message;
 }
 

@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -128,6 +129,47 @@ def spoil(how: str) -> None:
         work = g.all_reduce(x)
     lost(work.wait(Deadline.after(60)))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
+
+
+def messages(where: str) -> None:
+    """Everybody sends to everybody, some longer than a ring; half is taken from anybody, half by tag in the reverse order."""
+    links = []
+    connect = hosts.mesh.connect
+    hosts.mesh.connect = lambda *args: links.extend(connect(*args)) or links
+    g, others = group(), [peer for peer in range(size) if peer != rank]
+    met(g.barrier())
+    for n in (0, 1, 1000, 200_000):
+        sends = [g.send(torch.full((n,), float(rank * 10 + tag)), peer, tag) for tag in range(4) for peer in others]
+        x, from_whom = torch.zeros(n), []
+        for _ in others:
+            work = g.recv(x, None, 0)
+            met(work)
+            from_whom.append(work.source)
+            assert torch.all(x == work.source * 10), (x, work.source)
+        assert sorted(from_whom) == others
+        rooms = {(peer, tag): torch.zeros(n) for tag in (3, 2, 1) for peer in others}
+        taken = [g.recv(room, peer, tag) for (peer, tag), room in rooms.items()]
+        for work in [*taken, *sends]:
+            met(work)
+        assert all(torch.all(room == peer * 10 + tag) for (peer, tag), room in rooms.items())
+        met(g.barrier())
+    for peer in others:
+        near = where[peer] == host
+        assert (received(links[peer]) < 1 << 20) == near, (peer, received(links[peer]))
+    late = g.recv(torch.zeros(1), None, 9)
+    met(g.barrier())
+    if rank == size - 1:
+        g.abort("enough")
+    lost(late.wait(Deadline.after(60)))
+
+
+def received(streams: list[int]) -> int:
+    """Bytes that came over these connections (tcpi_bytes_received)."""
+    total = 0
+    for fd in streams:
+        with socket.socket(fileno=os.dup(fd)) as wire:
+            total += struct.unpack_from("Q", wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 128)[0]
+    return total
 
 
 def storm(num: str, seed: str) -> None:

@@ -67,6 +67,14 @@ def test_the_contract(tmp_path, hosts):
     assert codes == [0] * len(hosts), said
 
 
+@pytest.mark.parametrize("hosts", ["aab", "abab"])
+def test_messages_within_a_host_go_through_its_memory(tmp_path, hosts):
+    codes, said = finish(tmp_path, start(tmp_path, hosts, "messages", hosts))
+    assert codes == [0] * len(hosts), said
+    for _, _, reason in lost(tmp_path, range(len(hosts))):
+        assert "enough" in reason
+
+
 @pytest.mark.case("random operations among hosts")
 @pytest.mark.parametrize(
     ("hosts", "num"),
