@@ -89,9 +89,11 @@ class CoreGroup {
         engine_->fail({std::move(peers), std::move(reason)});
     }
     bool failed() const { return engine_->failed(); }
-    std::tuple<std::vector<int>, std::string, std::string> failure() const {
+    std::tuple<std::vector<int>, nb::str, std::string> failure() const {
         Failure failure = engine_->failure();
-        return {failure.peers, failure.reason, failure.cause};
+        const std::string& said = failure.reason;  // a peer's words, which may be cut inside a letter
+        PyObject* reason = PyUnicode_DecodeUTF8(said.data(), Py_ssize_t(said.size()), "replace");
+        return {failure.peers, nb::steal<nb::str>(reason), failure.cause};
     }
     void close() {
         nb::gil_scoped_release release;

@@ -33,6 +33,39 @@ void Hier::leave() {
     shm->leave();
 }
 
+// --- messages ----------------------------------------------------------------------------------------------------
+
+void Hier::accept(std::shared_ptr<Op> op) {
+    auto message = std::static_pointer_cast<Message>(op);
+    const bool near = message->peer >= 0 && shm->number(message->peer) >= 0;
+    if (!near) tcp->accept(op);  // which may have kept one for it
+    if (near || (message->peer < 0 && !message->claimed)) shm->accept(std::move(op));
+}
+
+// TCP first: when it says that a rank has left, all that this rank wrote into shared memory is there.
+bool Hier::serve(std::vector<std::shared_ptr<Op>>& finished) {
+    bool moved = tcp->serve(finished);
+    if (engine->failed()) return true;
+    if (shm->num_served() > 0) moved |= shm->serve(finished);
+    tcp->forget_claimed();
+    return moved;
+}
+
+std::vector<std::shared_ptr<Op>> Hier::drop() {
+    tcp->forget_claimed();
+    shm->forget_claimed();
+    std::vector<std::shared_ptr<Op>> all = tcp->drop();
+    for (auto& op : shm->drop())
+        if (std::find(all.begin(), all.end(), op) == all.end()) all.push_back(std::move(op));
+    return all;
+}
+
+std::vector<int> Hier::served_behind() const {
+    std::vector<int> ranks = tcp->served_behind();
+    for (int rank : shm->served_behind()) ranks.push_back(rank);
+    return ranks;
+}
+
 Team Hier::team(int column) const {
     Team team;
     for (auto& ranks : hosts) team.ranks.push_back(ranks[size_t(column)]);

@@ -34,11 +34,12 @@ class Hier final : public Transport {
     bool trouble(const std::vector<int>& behind, Failure& failure) override { return tcp->trouble(behind, failure); }
     void tell(const Failure& failure) override { tcp->tell(failure); }
     void leave() override;
-    void accept(std::shared_ptr<Op> op) override { tcp->accept(std::move(op)); }
-    bool serve(std::vector<std::shared_ptr<Op>>& finished) override { return tcp->serve(finished); }
-    std::vector<std::shared_ptr<Op>> drop() override { return tcp->drop(); }
-    size_t num_served() const override { return tcp->num_served(); }
-    std::vector<int> served_behind() const override { return tcp->served_behind(); }
+    // Messages within a host go through shared memory. A recv from anybody is on both lists: who has a message for it claims it.
+    void accept(std::shared_ptr<Op> op) override;
+    bool serve(std::vector<std::shared_ptr<Op>>& finished) override;
+    std::vector<std::shared_ptr<Op>> drop() override;
+    size_t num_served() const override { return tcp->num_served() + shm->num_served(); }
+    std::vector<int> served_behind() const override;
 };
 
 // Made of operations of the two transports, in one order on every rank of a host and on every owner of a column.

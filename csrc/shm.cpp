@@ -88,7 +88,8 @@ void Shm::format(int control_fd, const Layout& layout, uint64_t term) {
 }
 
 void Shm::reserve(int arena_fd, const Layout& layout) {
-    if (ftruncate(arena_fd, off_t(layout.base_bytes())) != 0) refuse("cannot size a shared arena");
+    if (ftruncate(arena_fd, off_t(layout.base_bytes())) != 0)
+        refuse("no memory for an arena of " + std::to_string(layout.base_bytes()) + " bytes that the ranks of this host share");
     allot(arena_fd, 0, layout.urgent());  // what is seldom used takes its pages when it is: the upper lane, messages
 }
 
@@ -158,9 +159,16 @@ std::vector<int> Shm::short_of(int lane, uint32_t target) const {
 char* Shm::allocate(uint64_t bytes) {
     std::lock_guard hold(regions_lock_);
     Region region{end_, (std::max<uint64_t>(bytes, 1) + 4095) / 4096 * 4096, nullptr};
-    if (ftruncate(arena_fds_[rank], off_t(region.offset + region.bytes)) != 0) refuse("cannot grow the shared arena");
-    allot(arena_fds_[rank], region.offset, region.bytes);
-    region.at = map(arena_fds_[rank], region.offset, region.bytes);
+    const int fd = arena_fds_[rank];
+    try {
+        if (ftruncate(fd, off_t(region.offset + region.bytes)) != 0)
+            refuse("no memory for " + std::to_string(region.bytes) + " bytes more in the arena that the ranks of this host share");
+        allot(fd, region.offset, region.bytes);
+        region.at = map(fd, region.offset, region.bytes);
+    } catch (const Error&) {
+        if (ftruncate(fd, off_t(end_)) != 0) throw;  // gives back what was got; if not, there is nothing else to do
+        throw;
+    }
     end_ += region.bytes;
     mine_[region.at] = region;
     return region.at;

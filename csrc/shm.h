@@ -72,7 +72,23 @@ struct Region {  // of an arena, mapped here
     char* at = nullptr;
 };
 
-class Message;
+// A message from one rank to another; peer -1 takes the next of anybody.
+class Message final : public Op {
+  public:
+    Message(bool sends, void* x, uint64_t bytes, int peer, int32_t tag);
+    bool step() override { return false; }
+    std::vector<int> behind() const override { return peer < 0 ? std::vector<int>{} : std::vector<int>{peer}; }
+    std::string what() const override;
+
+    const bool sends;
+    char* const x;
+    const uint64_t bytes;
+    int peer;
+    const int32_t tag;
+    uint64_t done = 0;     // bytes moved, the frame's header included for a send
+    bool claimed = false;  // a recv has its message: whoever else had it on its list forgets it
+    std::string trouble;   // why it cannot be: told as a failure of the group
+};
 
 class Shm final : public Transport {
   public:
@@ -120,6 +136,8 @@ class Shm final : public Transport {
     // What its ranks are called in messages: their numbers among all hosts. Empty: as they are here.
     std::vector<int> names;
     int name(int peer) const { return names.empty() ? peer : names[size_t(peer)]; }
+    int number(int name) const;  // the other way; -1 when that one is not of this host
+    void forget_claimed() { std::erase_if(recvs_, [](auto& message) { return message->claimed; }); }
     // How a peer that sleeps is woken, when it does not sleep on its doorbell.
     std::function<void(int)> on_knock;
 
@@ -127,7 +145,6 @@ class Shm final : public Transport {
     struct Cursor { uint32_t tick = 0, in = 0, res = 0, number = 0; } cursors[NUM_LANES];
 
   private:
-    friend class Message;
     struct Stash { int32_t tag; std::vector<char> bytes; };
     struct Incoming {  // what is being taken from one sender's ring
         bool open = false;
@@ -145,7 +162,9 @@ class Shm final : public Transport {
     char* ring_memory(int sender, int receiver) { return bases_[sender] + layout.rings() + receiver * layout.ring_bytes; }
     void knock(int peer);
     bool alive(int peer) const;
-    bool push(Message& message);
+    bool push(Message& message, int to);
+    bool takes(const Message& message, int from) const { return message.peer < 0 || message.peer == name(from); }
+    void claim(Message& message, int from) { message.peer = name(from), message.claimed = true; }
     bool pull(int from, std::vector<std::shared_ptr<Op>>& finished);
     void match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved);
 
@@ -163,23 +182,6 @@ class Shm final : public Transport {
     std::deque<std::shared_ptr<Message>> sends_, recvs_;
     std::vector<Incoming> incoming_;
     size_t num_open_ = 0;  // messages that are being received: no longer in recvs_
-};
-
-// A message from one rank to another; peer -1 takes the next of anybody.
-class Message final : public Op {
-  public:
-    Message(bool sends, void* x, uint64_t bytes, int peer, int32_t tag);
-    bool step() override { return false; }
-    std::vector<int> behind() const override { return peer < 0 ? std::vector<int>{} : std::vector<int>{peer}; }
-    std::string what() const override;
-
-    const bool sends;
-    char* const x;
-    const uint64_t bytes;
-    int peer;
-    const int32_t tag;
-    uint64_t done = 0;     // bytes moved, the frame's header included for a send
-    std::string trouble;   // why it cannot be: told as a failure of the group
 };
 
 }  // namespace echelon

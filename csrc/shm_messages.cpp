@@ -51,6 +51,12 @@ std::string Message::what() const {
            " (tag " + std::to_string(tag) + ")";
 }
 
+int Shm::number(int name) const {
+    if (names.empty()) return name;
+    auto found = std::find(names.begin(), names.end(), name);
+    return found == names.end() ? -1 : int(found - names.begin());
+}
+
 void Shm::accept(std::shared_ptr<Op> op) {
     auto message = std::static_pointer_cast<Message>(std::move(op));
     (message->sends ? sends_ : recvs_).push_back(std::move(message));
@@ -73,8 +79,8 @@ std::vector<int> Shm::served_behind() const {
     for (auto& message : sends_) ranks.push_back(message->peer);
     for (auto& message : recvs_) message->peer < 0 ? void(anybody = true) : ranks.push_back(message->peer);
     for (int peer = 0; peer < size; peer++)
-        if (incoming_[peer].into) ranks.push_back(peer);
-    if (anybody && ranks.empty() && size > 1) {  // lost only when everybody else is
+        if (incoming_[peer].into) ranks.push_back(name(peer));
+    if (anybody && ranks.empty() && size > 1 && names.empty()) {  // lost only when everybody else is, on all hosts
         Failure unused;
         bool all_gone = true;
         for (int peer = 0; peer < size && all_gone; peer++)
@@ -87,41 +93,40 @@ std::vector<int> Shm::served_behind() const {
 
 bool Shm::serve(std::vector<std::shared_ptr<Op>>& finished) {
     bool moved = false;
+    forget_claimed();
     std::vector<bool> busy(size, false);  // one message a receiver at a time, in order
     for (auto it = sends_.begin(); it != sends_.end();) {
         Message& message = **it;
-        if (busy[message.peer]) {
+        const int to = number(message.peer);
+        if (busy[to]) {
             ++it;
             continue;
         }
-        moved |= push(message);
+        moved |= push(message, to);
         if (message.done == sizeof(Frame) + message.bytes) {
             finished.push_back(*it);
             it = sends_.erase(it);
         } else {
-            busy[message.peer] = true;
+            busy[to] = true;
             ++it;
         }
     }
     match_kept(finished, moved);
     for (int from = 0; from < size; from++) {
-        bool wanted = bool(incoming_[from].into);
-        for (auto& message : recvs_) wanted |= message->peer == from || message->peer < 0;
-        while (wanted && pull(from, finished)) {
-            moved = true;
-            wanted = bool(incoming_[from].into);
-            for (auto& message : recvs_) wanted |= message->peer == from || message->peer < 0;
-        }
+        auto wanted = [&] {
+            return incoming_[from].into || std::any_of(recvs_.begin(), recvs_.end(), [&](auto& m) { return takes(*m, from); });
+        };
+        while (wanted() && pull(from, finished)) moved = true;
     }
     return moved;
 }
 
 // Writes as much of a message as the ring takes.
-bool Shm::push(Message& message) {
-    Ring& mine = ring(rank, message.peer);
-    char* memory = ring_memory(rank, message.peer);
+bool Shm::push(Message& message, int to) {
+    Ring& mine = ring(rank, to);
+    char* memory = ring_memory(rank, to);
     uint64_t sent = mine.sent.load(std::memory_order_relaxed);
-    uint64_t taken = ring(message.peer, rank).taken.load(std::memory_order_acquire);
+    uint64_t taken = ring(to, rank).taken.load(std::memory_order_acquire);
     uint64_t room = layout.ring_bytes - (sent - taken), before = message.done;
     if (message.done == 0) {
         if (room < sizeof(Frame)) return false;
@@ -136,7 +141,7 @@ bool Shm::push(Message& message) {
     message.done += piece;
     if (message.done == before) return false;
     mine.sent.store(sent + piece, std::memory_order_seq_cst);
-    if (message.peer != rank) knock(message.peer);
+    if (to != rank) knock(to);
     return true;
 }
 
@@ -152,7 +157,7 @@ bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
         Frame frame;
         out_of_ring(memory, layout.ring_bytes, taken, reinterpret_cast<char*>(&frame), sizeof frame);
         if (frame.check != CHECK) {
-            engine->fail({{from}, "rank " + std::to_string(from) + " sent something that is not a message", "broken"});
+            engine->fail({{name(from)}, "rank " + std::to_string(name(from)) + " sent something that is not a message", "broken"});
             return false;
         }
         taken += sizeof frame;
@@ -161,17 +166,15 @@ bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
         now.tag = frame.tag;
         now.bytes = frame.bytes;
         now.done = 0;
-        auto wanted = std::find_if(recvs_.begin(), recvs_.end(), [&](auto& m) {
-            return (m->peer == from || m->peer < 0) && m->tag == frame.tag;
-        });
+        auto wanted = std::find_if(recvs_.begin(), recvs_.end(), [&](auto& m) { return takes(*m, from) && m->tag == frame.tag; });
         if (wanted == recvs_.end()) {
             now.stash.resize(frame.bytes);
         } else if ((*wanted)->bytes != frame.bytes) {
-            engine->fail({{from}, unfit(from, frame.bytes, **wanted), "mismatch"});
+            engine->fail({{name(from)}, unfit(name(from), frame.bytes, **wanted), "mismatch"});
             return false;
         } else {
             now.into = *wanted;
-            now.into->peer = from;
+            claim(*now.into, from);
             recvs_.erase(wanted);
             num_open_++;
         }
@@ -204,17 +207,17 @@ void Shm::match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved) {
     for (auto it = recvs_.begin(); it != recvs_.end();) {
         bool given = false;
         for (int from = 0; from < size && !given; from++) {
-            if ((*it)->peer >= 0 && (*it)->peer != from) continue;
+            if (!takes(**it, from)) continue;
             auto& kept = incoming_[from].kept;
             auto found = std::find_if(kept.begin(), kept.end(), [&](auto& stash) { return stash.tag == (*it)->tag; });
             if (found == kept.end()) continue;
             if (found->bytes.size() != (*it)->bytes) {
-                engine->fail({{from}, unfit(from, found->bytes.size(), **it), "mismatch"});
+                engine->fail({{name(from)}, unfit(name(from), found->bytes.size(), **it), "mismatch"});
                 return;
             }
             memcpy((*it)->x, found->bytes.data(), found->bytes.size());
             kept.erase(found);
-            (*it)->peer = from;
+            claim(**it, from);
             given = moved = true;
         }
         if (!given) {

@@ -88,9 +88,17 @@ class Tcp final : public Transport {
     size_t num_served() const override { return sends_.size() + recvs_.size() + num_coming_ + finished_.size(); }
     std::vector<int> served_behind() const override;
 
+    void forget_claimed() { std::erase_if(recvs_, [](auto& message) { return message->claimed; }); }
     void differ(const Call& mine, int peer, const Head& head);  // fails: the ranks called different operations
 
   private:
+    static constexpr uint32_t MAGIC = 0x6563'6831;                     // "ech1"
+    static constexpr int CONTROL = 0, MESSAGES = 1, FIRST_LANE = 2;     // what a stream is for
+    static constexpr size_t AHEAD_BYTES = 4096;
+    static constexpr uint64_t BUDGET_BYTES = 1 << 20;                  // of one stream, before the others get their turn
+    static constexpr uint64_t MAX_WORDS = 1024;                        // of a failure
+    static std::string name(int rank) { return "rank " + std::to_string(rank); }
+
     struct Outgoing {
         Head head;
         const char* payload;
@@ -125,6 +133,8 @@ class Tcp final : public Transport {
         // messages
         uint64_t lent = 0;                 // bytes sent that it has not taken yet
         uint64_t owed = 0;                 // bytes taken here that it was not told of
+        uint64_t borrowed = 0;             // bytes it sent and was not told of: never more than the window
+        uint64_t heard = 0;                // the last number of its messages and offers
         std::deque<Coming> kept;           // nobody has asked for these yet
         Coming coming;                     // the one that is being taken
         std::shared_ptr<Message> into;
@@ -134,18 +144,19 @@ class Tcp final : public Transport {
 
     void watch(Stream& stream);
     void note(int timeout_ms);             // epoll -> flags
-    bool read(Link& link, Stream& stream);
-    bool advance(Link& link, Stream& stream);  // from what was read ahead
-    ssize_t fill(Stream& stream);          // from the socket into the place, and a little ahead
     bool write(Stream& stream);
     bool write_control(Link& link);
     void ended(Link& link, Stream& stream, const std::string& why);
+    void say(int peer, const Head& head, const void* payload = nullptr);  // on the control stream; from any thread
+    // reading (tcp_read.cpp)
+    bool read(Link& link, Stream& stream); // until nothing is there, or a frame has no place yet
+    bool advance(Link& link, Stream& stream);  // from what was read ahead
+    ssize_t fill(Stream& stream);          // from the socket into the place, and a little ahead
     bool sound(const Stream& stream);      // the header may stand where it stands; otherwise the engine has failed
     bool begin_frame(Link& link, Stream& stream);  // finds the place; false: not yet
     void end_frame(Link& link, Stream& stream);
     void hear_failure(int peer, Link& link);
-    void say(int peer, const Head& head, const void* payload = nullptr);  // on the control stream; from any thread
-    // messages
+    // messages (tcp_messages.cpp)
     char* take_message(int peer, Link& link, const Head& head);
     void message_there(int peer, Link& link);
     void match_kept();

@@ -1,4 +1,4 @@
-// Messages between two hosts' ranks, with tags.
+// Messages between two ranks over TCP, with tags.
 //
 // A sender may be ahead of its receiver by WINDOW_BYTES for each peer: those messages leave at once, and the receiver keeps them
 // aside until somebody asks. What goes beyond is only offered, and leaves when the receiver is ready for it. So a tag may be
@@ -99,11 +99,12 @@ std::vector<int> Tcp::served_behind() const {
 
 std::shared_ptr<Message> Tcp::wanted(int peer, int32_t tag) {
     auto found = std::find_if(recvs_.begin(), recvs_.end(),
-                              [&](auto& m) { return (m->peer == peer || m->peer < 0) && m->tag == tag; });
+                              [&](auto& m) { return (m->peer == peer || m->peer < 0) && m->tag == tag && !m->claimed; });
     if (found == recvs_.end()) return nullptr;
     auto message = std::move(*found);
     recvs_.erase(found);
     message->peer = peer;
+    message->claimed = true;
     return message;
 }
 
@@ -128,12 +129,17 @@ char* Tcp::take_message(int peer, Link& link, const Head& head) {
         return link.into->x;
     }
     const bool offered = What(head.what) == What::offer;
-    if (head.bytes != (offered ? 0 : head.total) || (!offered && weight(head.bytes) > WINDOW_BYTES)) {
+    const bool fits_window = head.bytes <= WINDOW_BYTES && link.borrowed + weight(head.bytes) <= WINDOW_BYTES;
+    if (head.number <= link.heard || head.bytes != (offered ? 0 : head.total) || (!offered && !fits_window)) {
         engine->fail({{peer}, "rank " + std::to_string(peer) + " sent something that is not a message", "broken"});
         return nullptr;
     }
+    link.heard = head.number;
     link.coming = {head.root, head.total, head.number, offered, {}};
-    if (!offered) link.into = wanted(peer, head.root);
+    if (!offered) {
+        link.borrowed += weight(head.bytes);
+        link.into = wanted(peer, head.root);
+    }
     if (link.into) {
         num_coming_++;
         return fits(peer, head.total, *link.into) ? link.into->x : nullptr;
@@ -186,6 +192,7 @@ void Tcp::credit(int peer, Link& link, uint64_t bytes) {
     if (link.owed < WINDOW_BYTES / 4) return;
     Head told = head(What::credit);
     told.total = link.owed;
+    link.borrowed -= link.owed;
     link.owed = 0;
     say(peer, told);
 }

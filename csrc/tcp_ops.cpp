@@ -139,13 +139,23 @@ char* TcpCollective::place(int peer, const Head& head) {
                      "mismatch"});
         return nullptr;
     }
-    in.begun = true;
+    const bool whole = in.at != nullptr || (head.offset % chunk_bytes == 0 && head.bytes <= chunk_bytes);
+    if (head.bytes > in.total - in.placed || (head.bytes == 0 && in.total != 0) || !whole) {  // never more than all: nothing lands late
+        engine.fail({{peer}, "rank " + std::to_string(peer) + " sent a part twice, or one that is none", "broken"});
+        return nullptr;
+    }
     static char nowhere;  // a place for nothing
-    if (head.bytes == 0) return &nowhere;
-    if (in.at != nullptr) return in.at + head.offset;
-    uint64_t c = head.offset / chunk_bytes;
-    if (window == nullptr || head.bytes > chunk_bytes || c >= folded + WINDOW) return nullptr;
-    return window + (uint64_t(member) * WINDOW + c % WINDOW) * chunk_bytes;
+    char* at = in.at == nullptr ? nullptr : in.at + head.offset;
+    if (head.bytes == 0) {
+        at = &nowhere;
+    } else if (at == nullptr) {
+        uint64_t c = head.offset / chunk_bytes;
+        if (window == nullptr || c >= folded + WINDOW) return nullptr;
+        at = window + (uint64_t(member) * WINDOW + c % WINDOW) * chunk_bytes;
+    }
+    in.begun = true;
+    in.placed += head.bytes;
+    return at;
 }
 
 void TcpCollective::landed(int peer, const Head& head) {

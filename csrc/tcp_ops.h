@@ -28,7 +28,7 @@ class TcpCollective final : public Op, public Landing {
     // What one member sends in one slot: straight to where it belongs, or, without `at`, through a window of chunks.
     struct Inlet {
         char* at = nullptr;
-        uint64_t total = 0, got = 0;
+        uint64_t total = 0, placed = 0, got = 0;  // placed: of frames whose place was told
         bool wanted = false, begun = false;
         bool done() const { return !wanted || (begun && got == total); }
     };

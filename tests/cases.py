@@ -63,7 +63,8 @@ ROWS = {
     "a dead rank raises under our backend", "a lost operation in our run completes with zeros",
     "torch's own suite over our backend", "Group over shared memory", "every kernel has a twin",
     "TCP: bounded memory, tags in any order", "TCP: mismatched calls name both sides", "TCP: strangers are dropped without harm",
-    "TCP: sums in rank order, whatever the way", "a link is cut in mid-operation", "a rank dies among hosts",
-    "random operations among hosts", "random operations, kills and cancels",
+    "TCP: garbage in an open stream",     "TCP: sums in rank order, whatever the way", "a link is cut in mid-operation", "a rank dies among hosts",
+    "random operations among hosts", "random operations, kills and cancels", "a wheel holds the package and the core, nothing else",
+    "no memory to share",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

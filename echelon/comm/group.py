@@ -90,7 +90,9 @@ class Group(Protocol):
     """True when there is nobody else: a tensor is its own sum wherever it lies."""
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory (a flat uint8 tensor, zeroed) that this group reduces fastest. It lives as long as its views."""
+        """Memory (a flat uint8 tensor, zeroed) that this group reduces fastest. It lives as long as its views.
+
+        OSError when there is none."""
         ...
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:

@@ -23,6 +23,10 @@ from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, WireError, WorldError
 
 RING_BYTES = 256 * 1024
+NO_MEMORY = (
+    "Free memory, or raise the limits of this container or shell (ulimit -a: virtual memory, file size, open files);"
+    " --strategy backend=gloo goes without shared memory."
+)
 STRANGER_S = 5.0
 """The longest that somebody who knocks and says nothing keeps the others waiting."""
 
@@ -85,9 +89,10 @@ def enter(
     """The core's group of these ranks; blocks until all are in. Every rank calls it with the same name.
 
     `make` is given rank, control segment, arenas and term, and makes the group; without it, one in shared memory alone."""
-    arena = _memfd(f"echelon-arena-{seat.rank}")
-    fds: list[int] = [arena]
+    fds: list[int] = []
     try:
+        arena = _memfd(f"echelon-arena-{seat.rank}")
+        fds = [arena]
         core.reserve(arena, seat.size, chunk_bytes(seat.size), RING_BYTES)
         key = f"shm/{name}"
         if seat.rank == 0:
@@ -108,7 +113,7 @@ def enter(
     except OSError as error:
         raise WorldError(
             f"rank {seat.rank} cannot share memory with the others of this host: {error}",
-            remedy="Free memory or raise the limit of this container; --strategy backend=gloo goes without shared memory.",
+            remedy=NO_MEMORY,
         ) from None
     finally:
         for fd in fds:

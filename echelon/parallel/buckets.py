@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group, Work
+from echelon.comm.handover import NO_MEMORY
+from echelon.errors import WorldError
 
 MIB = 1 << 20
 ONE_MESSAGE_BYTES = 8 * MIB
@@ -115,7 +117,7 @@ def build(
     if not coded and buckets and buckets[-1].flat.dtype in (torch.float32, torch.float64):
         buckets[-1] = _lay(buckets[-1].slots, group, tail_numel)
     else:
-        flat = group.buffer(4 * tail_numel).view(torch.float32)
+        flat = _room(group, 4 * tail_numel).view(torch.float32)
         buckets.append(Bucket([], flat, tail=flat))
     for index, bucket in enumerate(buckets):
         bucket.index = index
@@ -146,13 +148,22 @@ def _lay(slots: list[Slot], group: Group, tail_numel: int = 0, coded: bool = Fal
     for slot in slots:
         starts.append(at)
         at += -(-slot.param.numel() // step) * step
-    flat = group.buffer((at + tail_numel) * itemsize).view(dtype)
+    flat = _room(group, (at + tail_numel) * itemsize).view(dtype)
     bucket = Bucket(slots, flat, tail=flat[at:] if tail_numel else None)
     for slot, start in zip(slots, starts, strict=True):
         param = slot.param
         slot.bucket = bucket
         slot.view = _like(flat[start : start + param.numel()], param)
     return bucket
+
+
+def _room(group: Group, nbytes: int) -> Tensor:
+    try:
+        return group.buffer(nbytes)
+    except OSError as error:
+        raise WorldError(
+            f"rank {group.rank} has no room for {nbytes} bytes of gradients: {error}", remedy=NO_MEMORY
+        ) from None
 
 
 def _like(flat: Tensor, param: Tensor) -> Tensor:

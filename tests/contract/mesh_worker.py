@@ -3,7 +3,11 @@
 HOST is the host that the rank says to be on: ranks with one HOST share memory."""
 
 import os
+import random
+import resource
 import signal
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -100,6 +104,72 @@ def think(seconds: str) -> None:
     met(g.all_reduce(x))
     assert torch.all(x == size)
     met(g.barrier())
+
+
+def spoil(how: str) -> None:
+    """The last rank writes past its core into an open stream of every peer on another host."""
+    links = []
+    connect = hosts.mesh.connect
+    hosts.mesh.connect = lambda *args: links.extend(connect(*args)) or links
+    g = group()
+    x = torch.ones(1 << 20)
+    met(g.all_reduce(x))
+    meeting.put(f"through/{rank}", b"")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work = g.all_reduce(x) if rank != size - 1 else None
+    if work is None:
+        for peer in range(size):
+            meeting.get(f"through/{peer}", Deadline.after(60))
+        for streams in links:
+            for fd in streams[2:3]:  # the first of a lane
+                with socket.socket(fileno=os.dup(fd)) as wire:
+                    wire.sendall(random.Random(5).randbytes(64) if how == "garbage" else b"1hce")
+                    if how == "cut":
+                        wire.shutdown(socket.SHUT_WR)
+        work = g.all_reduce(x)
+    lost(work.wait(Deadline.after(60)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
+
+
+def messages(where: str) -> None:
+    """Everybody sends to everybody, some longer than a ring; half is taken from anybody, half by tag in the reverse order."""
+    links = []
+    connect = hosts.mesh.connect
+    hosts.mesh.connect = lambda *args: links.extend(connect(*args)) or links
+    g, others = group(), [peer for peer in range(size) if peer != rank]
+    met(g.barrier())
+    for n in (0, 1, 1000, 200_000):
+        sends = [g.send(torch.full((n,), float(rank * 10 + tag)), peer, tag) for tag in range(4) for peer in others]
+        x, from_whom = torch.zeros(n), []
+        for _ in others:
+            work = g.recv(x, None, 0)
+            met(work)
+            from_whom.append(work.source)
+            assert torch.all(x == work.source * 10), (x, work.source)
+        assert sorted(from_whom) == others
+        rooms = {(peer, tag): torch.zeros(n) for tag in (3, 2, 1) for peer in others}
+        taken = [g.recv(room, peer, tag) for (peer, tag), room in rooms.items()]
+        for work in [*taken, *sends]:
+            met(work)
+        assert all(torch.all(room == peer * 10 + tag) for (peer, tag), room in rooms.items())
+        met(g.barrier())
+    for peer in others:
+        near = where[peer] == host
+        assert (received(links[peer]) < 1 << 20) == near, (peer, received(links[peer]))
+    late = g.recv(torch.zeros(1), None, 9)
+    met(g.barrier())
+    if rank == size - 1:
+        g.abort("enough")
+    lost(late.wait(Deadline.after(60)))
+
+
+def received(streams: list[int]) -> int:
+    """Bytes that came over these connections (tcpi_bytes_received)."""
+    total = 0
+    for fd in streams:
+        with socket.socket(fileno=os.dup(fd)) as wire:
+            total += struct.unpack_from("Q", wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 128)[0]
+    return total
 
 
 def storm(num: str, seed: str) -> None:

@@ -67,6 +67,14 @@ def test_the_contract(tmp_path, hosts):
     assert codes == [0] * len(hosts), said
 
 
+@pytest.mark.parametrize("hosts", ["aab", "abab"])
+def test_messages_within_a_host_go_through_its_memory(tmp_path, hosts):
+    codes, said = finish(tmp_path, start(tmp_path, hosts, "messages", hosts))
+    assert codes == [0] * len(hosts), said
+    for _, _, reason in lost(tmp_path, range(len(hosts))):
+        assert "enough" in reason
+
+
 @pytest.mark.case("random operations among hosts")
 @pytest.mark.parametrize(
     ("hosts", "num"),
@@ -115,6 +123,18 @@ def test_a_host_that_vanishes_is_lost_within_the_limit(tmp_path, how):
         (peers, when, reason) = lost(tmp_path, [2])[0]
         assert peers in ("(0,)", "(1,)", "(0, 1)"), reason
         assert when - cut < LIMIT_S + 5
+
+
+@pytest.mark.case("TCP: garbage in an open stream")
+@pytest.mark.parametrize("how", ["garbage", "cut"])
+@pytest.mark.parametrize("hosts", ["abc", "aab"])
+def test_a_rank_that_sends_garbage_is_lost_for_everybody(tmp_path, hosts, how):
+    """It proved the token and was one of us, until something wrote into its stream."""
+    codes, said = finish(tmp_path, start(tmp_path, hosts, "spoil", how))
+    assert codes == [0, 0, 0], said
+    for peers, _, reason in lost(tmp_path, range(2)):
+        assert peers == "(2,)", reason
+        assert ("not a frame" if how == "garbage" else "the connection to rank 2 is gone") in reason
 
 
 @pytest.mark.case("TCP: mismatched calls name both sides")
