@@ -69,6 +69,35 @@ class Tables(nn.Module):
         return self.top(torch.cat([t(ids[:, i]) for i, t in enumerate(self.tables)], 1))
 
 
+def wide() -> nn.Module:
+    """25 M parameters in 6 linears: with a tiny batch, next to no computing for its gradients."""
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Pair(nn.Module):
+    """A residual pair of linears: what tensor parallel splits by columns and rows."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+def narrow() -> nn.Module:
+    """12 small pairs: split among ranks, an exchange of activations for little computing."""
+    return nn.Sequential(*(Pair(256, 512) for _ in range(12)))
+
+
+def blocks() -> nn.Module:
+    """2 large pairs: much computing for an exchange."""
+    return nn.Sequential(*(Pair(1024, 4096) for _ in range(2)))
+
+
 def case(name: str) -> tuple[nn.Module, TensorDataset, int, int]:
     """(model, data, batch a worker, steps a round)"""
     torch.manual_seed(0)
