@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,25 +39,25 @@ SIDES = ("gloo", "echelon")
 
 
 def whole(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """(the model, a batch of this rank, its targets)"""
+    """(the model, a batch of this rank, its targets); the same on every rank and both sides."""
+    torch.manual_seed(0)
+    if name == "tables-25m":
+        return models.tables(), torch.randint(0, models.ROWS, (32, 8)), torch.randint(0, 64, (32,))
     if name == "wide-25m":
-        torch.manual_seed(0)
         return models.wide(), torch.randn(2, 2048), torch.randint(0, 2048, (2,))
     if name == "narrow":
-        torch.manual_seed(0)
-        return models.narrow(), torch.randn(64, 256), torch.randint(0, 256, (64,))
+        return models.narrow(), torch.randn(512, 1024), torch.randint(0, 1024, (512,))
     if name == "blocks":
-        torch.manual_seed(0)
         return models.blocks(), torch.randn(128, 1024), torch.randint(0, 1024, (128,))
     model, data, batch, _ = models.case(name)
     return model, data.tensors[0][:batch], data.tensors[1][:batch]
 
 
-def ddp(name: str, model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    return DistributedDataParallel(model, process_group=group)
+def ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
-def fsdp2(name: str, model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+def fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """Each layer of the model's own list, then what is left."""
     mesh = DeviceMesh.from_group(group, "cpu")
     layers = model.body.layers if isinstance(model, models.Transformer) else model
@@ -65,24 +67,29 @@ def fsdp2(name: str, model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def tp(name: str, model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Pairs of linears: the first by columns, the second by rows; what is between pairs is whole on every rank."""
+def tp(model: nn.Module, group: dist.ProcessGroup, tokens_split: bool = False) -> nn.Module:
+    """Pairs of linears: the first by columns, the second by rows. What is between pairs is whole on every rank, or each has its
+    tokens (sequence parallel): then a pair gathers before and reduce-scatters behind."""
     if isinstance(model, models.Transformer):
-        pairs = [(f"body.layers.{i}.linear1", f"body.layers.{i}.linear2") for i in range(len(model.body.layers))]
+        pairs = [
+            (f"body.layers.{i}.linear1", f"body.layers.{i}.linear2") for i in range(len(model.body.layers))
+        ]
     elif isinstance(model[0], models.Pair):
         pairs = [(f"{i}.up", f"{i}.down") for i in range(len(model))]
     else:
         pairs = [("0", "2")]
-    plan = {up: ColwiseParallel() for up, _ in pairs} | {down: RowwiseParallel() for _, down in pairs}
+    among = Shard(0) if tokens_split else Replicate()
+    plan = {up: ColwiseParallel(input_layouts=among) for up, _ in pairs}
+    plan |= {down: RowwiseParallel(output_layouts=among) for _, down in pairs}
     return parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
 
 
-FORMS = {"ddp": ddp, "fsdp2": fsdp2, "tp": tp}
+FORMS = {"ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp-seq": partial(tp, tokens_split=True)}
 
 
 def stepper(form: str, name: str, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     model, x, y = whole(name)
-    model = FORMS[form](name, model, group)
+    model = FORMS[form](model, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 
     def step() -> Tensor:
@@ -131,9 +138,16 @@ def main() -> None:
     # a round took as long as its slowest rank
     everyone: list[dict[str, list[float]]] = [{} for _ in range(ranks)]
     dist.all_gather_object(everyone, mine)
-    times = {side: [max(values) for values in zip(*(of[side] for of in everyone), strict=True)] for side in SIDES}
+    times = {
+        side: [max(values) for values in zip(*(of[side] for of in everyone), strict=True)] for side in SIDES
+    }
     if rank == 0:
-        found = {"times": times, "steps_a_round": count, "same_losses": alike, "threads": torch.get_num_threads()}
+        found = {
+            "times": times,
+            "steps_a_round": count,
+            "same_losses": alike,
+            "threads": torch.get_num_threads(),
+        }
         (Path(folder) / "times.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

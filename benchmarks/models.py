@@ -77,20 +77,28 @@ def wide() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+ROWS = 196_608
+
+
+def tables() -> nn.Module:
+    """25 M parameters in a table whose gradient is dense: the least computing a parameter can have."""
+    return nn.Sequential(nn.Embedding(ROWS, 128), nn.Flatten(), nn.Linear(8 * 128, 64))
+
+
 class Pair(nn.Module):
     """A residual pair of linears: what tensor parallel splits by columns and rows."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.relu(self.up(x)))
 
 
 def narrow() -> nn.Module:
-    """12 small pairs: split among ranks, an exchange of activations for little computing."""
-    return nn.Sequential(*(Pair(256, 512) for _ in range(12)))
+    """8 bottlenecks: split among ranks, much to exchange for little computing."""
+    return nn.Sequential(*(Pair(1024, 16) for _ in range(8)))
 
 
 def blocks() -> nn.Module:
