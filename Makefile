@@ -54,7 +54,7 @@ check: setup ## format, lint, strict types, layers
 	$(PY) -m mypy
 	$(PY) -m pytest tests/unit/test_layers.py
 
-bench: setup ## step times against torch's own; writes benchmarks/results (no part of the tests)
+bench: setup ## step times against torch's own; writes benchmarks/results (others: benchmarks/README.md)
 	@$(PY) benchmarks/run.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays

@@ -69,6 +69,43 @@ class Tables(nn.Module):
         return self.top(torch.cat([t(ids[:, i]) for i, t in enumerate(self.tables)], 1))
 
 
+def wide() -> nn.Module:
+    """25 M parameters in 6 linears: with a tiny batch, next to no computing for its gradients."""
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+ROWS = 196_608
+
+
+def tables() -> nn.Module:
+    """25 M parameters in a table whose gradient is dense: the least computing a parameter can have."""
+    return nn.Sequential(nn.Embedding(ROWS, 128), nn.Flatten(), nn.Linear(8 * 128, 64))
+
+
+class Pair(nn.Module):
+    """A residual pair of linears: what tensor parallel splits by columns and rows."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+def narrow() -> nn.Module:
+    """8 bottlenecks: split among ranks, much to exchange for little computing."""
+    return nn.Sequential(*(Pair(1024, 16) for _ in range(8)))
+
+
+def blocks() -> nn.Module:
+    """2 large pairs: much computing for an exchange."""
+    return nn.Sequential(*(Pair(1024, 4096) for _ in range(2)))
+
+
 def case(name: str) -> tuple[nn.Module, TensorDataset, int, int]:
     """(model, data, batch a worker, steps a round)"""
     torch.manual_seed(0)

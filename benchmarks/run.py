@@ -67,7 +67,7 @@ def verdict(ratios: list[float]) -> dict[str, object]:
 
 
 def step_times(workers: int = 2) -> dict[str, object]:
-    """A training step against DistributedDataParallel over the same gloo group."""
+    """A training step against DistributedDataParallel over gloo."""
     results: dict[str, object] = {}
     for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
