@@ -139,7 +139,9 @@ def messages(where: str) -> None:
     g, others = group(), [peer for peer in range(size) if peer != rank]
     met(g.barrier())
     for n in (0, 1, 1000, 200_000):
-        sends = [g.send(torch.full((n,), float(rank * 10 + tag)), peer, tag) for tag in range(4) for peer in others]
+        sends = [
+            g.send(torch.full((n,), float(rank * 10 + tag)), peer, tag) for tag in range(4) for peer in others
+        ]
         x, from_whom = torch.zeros(n), []
         for _ in others:
             work = g.recv(x, None, 0)
@@ -171,7 +173,9 @@ def received(streams: list[int]) -> int:
     total = 0
     for fd in streams:
         with socket.socket(fileno=os.dup(fd)) as wire:
-            total += struct.unpack_from("Q", wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 128)[0]
+            total += struct.unpack_from("Q", wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 128)[
+                0
+            ]
     return total
 
 
