@@ -53,13 +53,18 @@ def whole(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, data.tensors[0][:batch], data.tensors[1][:batch]
 
 
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    """Meshes are equal whatever carries them, and DTensor keeps its plans by mesh: only another name makes it use this group."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+
+
 def ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
 def fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """Each layer of the model's own list, then what is left."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     layers = model.body.layers if isinstance(model, models.Transformer) else model
     for layer in layers:
         if any(True for _ in layer.parameters()):
@@ -81,7 +86,7 @@ def tp(model: nn.Module, group: dist.ProcessGroup, tokens_split: bool = False) -
     among = Shard(0) if tokens_split else Replicate()
     plan = {up: ColwiseParallel(input_layouts=among) for up, _ in pairs}
     plan |= {down: RowwiseParallel(output_layouts=among) for _, down in pairs}
-    return parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+    return parallelize_module(model, mesh_of(group), plan)
 
 
 FORMS = {"ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp-seq": partial(tp, tokens_split=True)}
@@ -121,9 +126,15 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=LIMIT
     )
-    steps = {side: stepper(form, name, dist.new_group(backend=side, timeout=LIMIT)) for side in SIDES}
+    groups = {side: dist.new_group(backend=side, timeout=LIMIT) for side in SIDES}
+    steps = {side: stepper(form, name, group) for side, group in groups.items()}
     losses = {side: [step().item() for _ in range(4)] for side, step in steps.items()}
     alike = all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*losses.values(), strict=True))
+    begun = groups["echelon"].num_begun
+    steps["gloo"]()
+    assert groups["echelon"].num_begun == begun, "steps over gloo went over echelon"
+    steps["echelon"]()
+    assert groups["echelon"].num_begun > begun, "steps over echelon went over gloo"
     count = steps_a_round(steps["gloo"])
     steps_a_round(steps["echelon"])  # as many steps so far as the other side
     mine: dict[str, list[float]] = {side: [] for side in SIDES}

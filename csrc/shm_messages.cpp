@@ -18,6 +18,7 @@ struct Frame {
     uint32_t check;
 };
 constexpr uint32_t CHECK = 0x6d736731;
+constexpr uint64_t PIECES = 4;  // of a ring: one side writes the next while the other takes the last
 
 // Copies between a flat buffer and a ring, from byte `at` of the endless stream on.
 void into_ring(char* ring, uint64_t ring_bytes, uint64_t at, const char* from, uint64_t bytes) {
@@ -136,7 +137,7 @@ bool Shm::push(Message& message, int to) {
         sent += sizeof frame;
         room -= sizeof frame;
     }
-    uint64_t piece = std::min(room, sizeof(Frame) + message.bytes - message.done);
+    uint64_t piece = std::min({room, sizeof(Frame) + message.bytes - message.done, layout.ring_bytes / PIECES});
     into_ring(memory, layout.ring_bytes, sent, message.x + (message.done - sizeof(Frame)), piece);
     message.done += piece;
     if (message.done == before) return false;
@@ -179,7 +180,7 @@ bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
             num_open_++;
         }
     }
-    uint64_t piece = std::min(there, now.bytes - now.done);
+    uint64_t piece = std::min({there, now.bytes - now.done, layout.ring_bytes / PIECES});
     char* to = now.into ? now.into->x : now.stash.data();
     out_of_ring(memory, layout.ring_bytes, taken, to + now.done, piece);
     now.done += piece;
