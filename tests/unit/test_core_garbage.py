@@ -67,7 +67,7 @@ SPOILS = {
     "a slot that is not there": (LANE, [head(DATA, slot=60000, num=16, total=16)]),
     "a part beyond the whole": (LANE, [head(DATA, offset=8, num=16, total=16)]),
     "a part that wraps around": (LANE, [head(DATA, offset=FULL - 4, num=16, total=16)]),
-    "twice the same part": (LANE, [head(DATA, num=8, total=16) + bytes(8)] * 2),
+    "twice the same part": (LANE, [head(DATA, num=12, total=16) + bytes(12)] * 2),
     "nothing of something": (LANE, [head(DATA, num=0, total=16)]),
     "a message without end": (MESSAGES, [head(MESSAGE, number=1, num=FULL - 63, total=FULL - 63)]),
     "a message of 1 TiB": (MESSAGES, [head(MESSAGE, number=1, num=1 << 40, total=1 << 40)]),
