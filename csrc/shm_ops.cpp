@@ -64,7 +64,7 @@ std::string describe(const Call& call) {
 Collective::Collective(Engine& engine, Shm& shm, Request request)
     : engine(engine), shm(shm), cursor(shm.cursors[request.lane]), request(std::move(request)), element(size_of(this->request.dtype)) {
     lane = this->request.lane;
-    small = bytes() <= SMALL_BYTES;
+    small = bytes() <= (shm.size <= FEW_RANKS ? FEW_SMALL_BYTES : SMALL_BYTES);
 }
 
 Collective::~Collective() {

@@ -92,6 +92,8 @@ class Collective final : public Op {
     static constexpr uint64_t DIRECT_BYTES = 16384;    // up to here every rank adds up everything
     static constexpr int DIRECT_RANKS = 3;             // and with so few ranks always
     static constexpr uint64_t SMALL_BYTES = 262144;    // cheap enough to be done by whoever waits
+    static constexpr uint64_t FEW_SMALL_BYTES = 1 << 20;  // … among few ranks
+    static constexpr int FEW_RANKS = 4;
     static constexpr uint64_t PIECE_BYTES = 262144;    // between two looks at more urgent ones
 
     Engine& engine;
