@@ -99,10 +99,6 @@ class CoreGroup {
         nb::gil_scoped_release release;
         engine_->close();
     }
-    void set_patience(int64_t spin_ns, int64_t yield_ns) {
-        engine_->spin_ns = spin_ns;
-        engine_->yield_ns = yield_ns;
-    }
 
   protected:
     virtual std::shared_ptr<Op> make(Request request) = 0;
@@ -284,7 +280,6 @@ NB_MODULE(_core, m) {
         .def("abort", &CoreGroup::abort)
         .def_prop_ro("failed", &CoreGroup::failed)
         .def("failure", &CoreGroup::failure)
-        .def("set_patience", &CoreGroup::set_patience, "spin_ns"_a, "yield_ns"_a)
         .def("close", &CoreGroup::close);
     nb::class_<ShmGroup, CoreGroup>(m, "ShmGroup", nb::is_weak_referenceable())
         .def("plain_loop", &ShmGroup::plain_loop)

@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t MS = 1000000;
 constexpr int64_t REST_NS = 5 * MS;   // the longest sleep without a look at the peers
 constexpr int64_t LOOK_NS = 8 * MS;    // how often the peers' lives are looked at while waiting
+constexpr int64_t DOZE_NS = MS, LONGEST_DOZE_NS = 16 * MS;  // between two looks of the engine's thread, while there is traffic
 constexpr uint32_t MET = 1, LOST = 2;
 }  // namespace
 
@@ -38,10 +39,10 @@ void Engine::submit(std::shared_ptr<Op> op) {
     }
     if (raw->small && driving_.try_lock()) {
         take_in();
-        bool alone = num_under_way() == 1;  // begun here, and finished by whoever waits for it
+        bool alone = num_under_way() == 1;  // begun here, and finished by whoever waits for it, or by the thread when it looks
         if (alone) pump();
         let_go();
-        if (alone) return;
+        if (alone && (done(*raw) || dozing_.load())) return;
     }
     transport_->wake();  // whoever drives now has one more
     call_thread();
@@ -244,19 +245,37 @@ void Engine::call_thread() {
 }
 
 void Engine::run() {
+    int64_t nap = 0;
     while (true) {
-        {
-            std::unique_lock hold(call_lock_);
-            called_.wait(hold, [this] { return call_ || closing_; });
-            if (closing_) return;
-            call_ = false;
-        }
+        bool called = doze(nap);
+        if (closing_) return;
+        if (!called && under_way_.load() == 0) continue;
+        nap = DOZE_NS;
         if (waiting_.load() > 0) continue;  // whoever waits drives, and calls again if something is left
         driving_.lock();
         drive(nullptr, INT64_MAX);
         let_go();
         if (incoming_.load(std::memory_order_acquire) && waiting_.load() == 0) call_thread();
     }
+}
+
+bool Engine::doze(int64_t& ns) {
+    std::unique_lock hold(call_lock_);
+    auto called = [this] { return call_ || closing_; };
+    if (ns >= LONGEST_DOZE_NS) {
+        dozing_.store(false);
+        ns = under_way_.load() > 0 ? DOZE_NS : 0;  // who saw it dozing a moment ago called nobody
+    }
+    if (ns == 0) {
+        called_.wait(hold, called);
+    } else {
+        dozing_.store(true);
+        called_.wait_for(hold, std::chrono::nanoseconds(ns), called);
+        ns *= 2;
+    }
+    bool was = call_;
+    call_ = false;
+    return was;
 }
 
 void Engine::after_fork() {

@@ -3,10 +3,12 @@
 // An operation is a small state machine: step() does a bounded piece of work if it can and never blocks. Each lane is a
 // queue whose head is moved; lanes are looked at in the order of their urgency, between any two pieces. Whoever waits
 // for an operation moves all of them (nothing is handed between threads when a call is followed by its wait); while
-// nobody waits, a thread of the engine's own does, and leaves it to the first who waits. Neither holds Python's lock.
+// nobody waits, a thread of the engine's own does, and leaves it to the first who waits. Neither holds Python's lock. Small
+// operations do not call that thread; it looks by itself now and then while there is traffic, so that one that nobody waits for goes on too.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -118,6 +120,7 @@ class Engine {
     std::vector<int> behind() const;
     void run();                           // the engine's own thread
     void call_thread();
+    bool doze(int64_t& ns);               // until called (true), or for `ns`, which grows; 0: until called
 
     std::unique_ptr<Transport> transport_;
     mutable std::mutex inbox_lock_;       // short: submit and take_in
@@ -134,6 +137,7 @@ class Engine {
     std::mutex call_lock_;
     std::condition_variable called_;
     bool call_ = false;
+    std::atomic<bool> dozing_{false};     // it will look by itself
     std::atomic<bool> closing_{false};
     std::atomic<int64_t> under_way_{0};   // taken over and not over yet
     std::atomic<int> waiting_{0};         // threads inside wait()

@@ -192,7 +192,7 @@ Task Collective::direct() {
     }
 }
 
-// Chunk by chunk: copy mine in, add up my share of it, copy everybody's share out. Two meetings a chunk, two chunks under way.
+// Chunk by chunk: copy in what the others add up, add up my share, copy out theirs. Two meetings a chunk, two chunks under way.
 Task Collective::by_slices() {
     const uint64_t per = shm.layout.chunk_bytes / element, num = std::max<uint64_t>(1, (request.count + per - 1) / per);
     const bool lands = request.kind == Kind::all_reduce || request.root == shm.rank;
@@ -201,7 +201,9 @@ Task Collective::by_slices() {
     uint32_t in_at[NUM_IN];
     auto write = [&](uint64_t c) {
         uint64_t n = std::min(per, request.count - c * per);
-        copy(my_in(), x(c * per), n * element);
+        Slice mine = slice(n, shm.rank, shm.size);
+        copy(my_in(), x(c * per), mine.begin * element);
+        copy(my_in() + mine.end * element, x(c * per + mine.end), (n - mine.end) * element);
         cursor.in++;
         in_at[c % NUM_IN] = post();
     };
@@ -214,13 +216,15 @@ Task Collective::by_slices() {
             if (num > 1) write(1);  // only now is everybody done with the operation before
         }
         Slice mine = slice(n, shm.rank, shm.size);
-        for (int peer = 0; peer < shm.size; peer++) from[peer] = in(peer, turn + uint32_t(c), mine.begin * element);
-        kernels().fold(shm.res(lane, shm.rank, res + uint32_t(c)) + mine.begin * element, from.data(), shm.size,
-                       mine.end - mine.begin, request.dtype, request.op);
+        for (int peer = 0; peer < shm.size; peer++)
+            from[peer] = peer == shm.rank ? x(c * per + mine.begin) : in(peer, turn + uint32_t(c), mine.begin * element);
+        void* to[] = {shm.res(lane, shm.rank, res + uint32_t(c)) + mine.begin * element, x(c * per + mine.begin)};
+        kernels().fold_to(to, lands ? 2 : 1, from.data(), shm.size, mine.end - mine.begin, request.dtype, request.op);
         cursor.res++;
         co_await until(post());
         if (c + 2 < num) write(c + 2);
         for (int peer = 0; peer < shm.size && lands; peer++) {
+            if (peer == shm.rank) continue;
             Slice theirs = slice(n, peer, shm.size);
             copy(x(c * per + theirs.begin), shm.res(lane, peer, res + uint32_t(c)) + theirs.begin * element,
                  (theirs.end - theirs.begin) * element);

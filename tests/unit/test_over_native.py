@@ -88,6 +88,26 @@ def test_what_nobody_waits_for_goes_on_by_itself():
         assert all(work.work.met for work in works)
 
 
+@pytest.mark.parametrize("count", [1000, 100_000, 260_000])
+def test_a_peer_that_waits_is_not_held_up_by_one_that_does_something_else(count):
+    """Begun here, waited for there: whoever begun it may stand in anything, for as long as the other needs."""
+    with groups() as (a, b):
+        xs, over = [torch.ones(count), torch.ones(count)], threading.Event()
+        for _ in range(3):
+            mine = a.all_reduce(xs[0])
+
+            def other(over=over):
+                met(b.all_reduce(xs[1]))
+                over.set()
+
+            def elsewhere(over=over, mine=mine):
+                assert over.wait(SOON_S), "the other side waits for ever"
+                met(mine)
+
+            at_once(other, elsewhere)
+            over = threading.Event()
+
+
 def test_several_threads_wait_for_several_operations_and_nobody_is_left():
     """Whoever waits drives; the others stand by and take over; the core's own thread leaves it to them."""
     draw = random.Random(7)
