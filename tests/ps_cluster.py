@@ -93,7 +93,7 @@ class Cluster:
         self.num_servers = num_servers
         self.staleness = Staleness()
         self.dropped: Counter[str] = Counter()
-        self.killed = self.came = 0
+        self.new_ranks = itertools.count(num_workers)
 
     def delay(self) -> float:
         return self.random.expovariate(10.0)
@@ -119,13 +119,11 @@ class Cluster:
             return
         victim = self.random.choice(living)
         victim.alive = False
-        self.killed += 1
         again = self.random.random() < self.storm.comes_again
         self.time.after(0.3 + self.delay(), lambda: self.gone(victim, again))
 
     def _join(self) -> None:
-        self.came += 1
-        self.enter(Worker(max(self.workers) + 1, 0))
+        self.enter(Worker(next(self.new_ranks), 0))
 
     def push(self, worker: Worker, part: Part, arrive: Callable[[int, Part], None]) -> None:
         """To one server after the other; who dies in between leaves some of them without."""
@@ -152,7 +150,7 @@ class OrderedCluster(Cluster):
         super().__init__(num_workers, num_servers, storm)
         self.steps, self.bound, self.batch = steps, staleness, batch
         self.term = 0
-        self.members = {rank: 0 for rank in self.workers}
+        self.members = dict.fromkeys(self.workers, 0)
         self.changing = False
         self.again: list[Callable[[], None]] = []
         self.samples: dict[tuple[int, int, int], range] = {}
@@ -185,7 +183,12 @@ class OrderedCluster(Cluster):
     def _asked(self, server: Server, worker: Worker, term: int, step: int) -> None:
         policy = server.policy
         assert policy is not None
-        if term == policy.term and worker.alive and worker.step == step and server.rank not in worker.versions:
+        if (
+            term == policy.term
+            and worker.alive
+            and worker.step == step
+            and server.rank not in worker.versions
+        ):
             self._carry_out(server, policy.asked(worker.rank, step))
 
     def _granted(self, server: int, grant: Grant, term: int) -> None:
@@ -333,9 +336,7 @@ class OrderedCluster(Cluster):
         for server in self.servers:
             assert [update.step for update in server.log] == list(range(self.steps)), "in order, none twice"
             assert server.log == self.servers[0].log, "the same update for all ranges"
-            used = [
-                i for u in server.log for p in u.parts for i in self.samples[p.term, p.step, p.worker]
-            ]
+            used = [i for u in server.log for p in u.parts for i in self.samples[p.term, p.step, p.worker]]
             assert used == list(range(self.steps * self.batch)), "every sample once, in global order"
             assert all(u.divisor == self.batch for u in server.log)
 
@@ -348,9 +349,7 @@ class DealtCluster(Cluster):
         self.policy = policy
         self.epochs = epochs
         self.arrivals = Arrivals(range(num_servers))
-        self.servers = [
-            Server(s, None, Kept(), Completion(range(num_servers))) for s in range(num_servers)
-        ]
+        self.servers = [Server(s, None, Kept(), Completion(range(num_servers))) for s in range(num_servers)]
         self.completion = Completion(range(num_servers))
         self.order: dict[int, list[Part]] = {}
         """By version that they were computed on: accepted and late parts as they became whole."""

@@ -119,15 +119,16 @@ class Dealt(ABC):
         self.term = term
         decisions: list[Decision] = []
         if version != self.version:
-            if version > self.version:
-                raise ValueError(f"term {term} agrees on version {version}, here is {self.version}")
+            if not self.safe <= version <= self.version:
+                raise ValueError(
+                    f"term {term} agrees on version {version}, here are {self.safe} to {self.version}"
+                )
             back = self.ledger.undo(version)
             self.here.clear()
             self.granted.clear()
             self._asking.clear()
             reason = f"term {term} goes on from version {version}, {self.version - version} updates and {len(back)} pieces again"
             self.version = version
-            self.safe = min(self.safe, version)
             decisions.append(Rollback(version, reason))
         for worker in sorted(self.members.keys() - members.keys()):
             decisions += self.lost(worker, "not in the new term")

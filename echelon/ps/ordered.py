@@ -162,7 +162,9 @@ class Ordered:
             return []
         del self._asking[worker]
         if step < self.version:  # a worker that came again and does not know how far the others are
-            return [Grant(worker, self.version, self.version, f"step {step} is applied, {self.version} is next")]
+            return [
+                Grant(worker, self.version, self.version, f"step {step} is applied, {self.version} is next")
+            ]
         behind = step - self.version
         return [Grant(worker, step, self.version, f"{behind} behind, {self.staleness} allowed")]
 

@@ -59,7 +59,8 @@ class Policy(Protocol):
         ...
 
     def committed(self, version: int) -> list[Decision]:
-        """Every server has it: nothing goes back below this version any more."""
+        """Every server has it (versions.Completion): nothing goes back below this version any more. Where servers keep one
+        earlier version, the update after the next waits for this."""
         ...
 
 
