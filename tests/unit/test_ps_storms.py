@@ -22,7 +22,7 @@ storms = st.builds(
     slow=st.dictionaries(st.integers(0, 4), st.sampled_from([3.0, 10.0]), max_size=2),
 )
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 3))
-quick = settings(deadline=None, max_examples=60)
+quick = settings(deadline=None, max_examples=150)
 
 
 def members(n: int) -> dict[int, int]:
