@@ -371,11 +371,13 @@ class DealtCluster(Cluster):
         return self.policy.ledger.complete and not self.epochs and everywhere
 
     def _ask(self, worker: Worker) -> None:
-        self.time.after(self.delay(), lambda: self._asked(worker))
+        """For the next step, at once: the question may overtake the part before it."""
+        step = worker.step
+        self.time.after(self.delay(), lambda: self._asked(worker, step))
 
-    def _asked(self, worker: Worker) -> None:
+    def _asked(self, worker: Worker, step: int) -> None:
         if worker.alive and self.policy.members.get(worker.rank) == worker.incarnation:
-            self._carry_out(self.policy.asked(worker.rank, worker.step))
+            self._carry_out(self.policy.asked(worker.rank, step))
 
     def _computed(self, worker: Worker, grant: Grant) -> None:
         if worker.alive:
@@ -384,6 +386,7 @@ class DealtCluster(Cluster):
             )
             worker.step += 1
             self.push(worker, part, self._reached)
+            self._ask(worker)
 
     def _reached(self, server: int, part: Part) -> None:
         """The server has it and tells the first one."""
@@ -395,9 +398,6 @@ class DealtCluster(Cluster):
         if isinstance(first, Accept) or (isinstance(first, Drop) and first.kind == "stale"):
             self.order.setdefault(part.version, []).append(part)
         self._carry_out(decisions)
-        worker = self.workers[part.worker]
-        if worker.alive and worker.incarnation == part.incarnation and part.worker not in self.policy.granted:
-            self._ask(worker)
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:

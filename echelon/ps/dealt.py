@@ -16,6 +16,9 @@ class Dealt(ABC):
 
     alone = False
 
+    takes_late = False
+    """Whether a part that was computed on an earlier version counts."""
+
     def __init__(
         self, members: Mapping[int, int], ledger: Ledger, *, most: int = 1, kept: int = 1, version: int = 0
     ) -> None:
@@ -63,9 +66,6 @@ class Dealt(ABC):
         self.here.append(part)
         return [Accept(part, f"part {len(self.here)} of update {self.version}"), *self._go_on()]
 
-    takes_late = False
-    """Whether a part that was computed on an earlier version counts."""
-
     def _refused(self, part: Part) -> Drop | None:
         if part.worker not in self.members:
             return Drop(
@@ -88,8 +88,8 @@ class Dealt(ABC):
     def asked(self, worker: int, step: int) -> list[Decision]:
         if worker not in self.members:
             return [Wait(worker, step, "not a member")]
-        before = self.granted.pop(worker, None)
-        if before is not None:  # asked again: it begins again, on the newest parameters
+        before = self.granted.get(worker)
+        if before is not None and step <= before.step:  # it begins again, on the newest parameters
             return [self._grant(worker, step, before.pieces, "asked again: the same pieces")]
         self._asking.setdefault(worker, step)
         answers = self._answers()
@@ -99,19 +99,21 @@ class Dealt(ABC):
     def joined(self, worker: int, incarnation: int) -> list[Decision]:
         if self.members.get(worker) == incarnation:
             return []
-        decisions = self.lost(worker, f"came again as incarnation {incarnation}")
+        self._remove(worker)
         self.members[worker] = incarnation
-        return decisions
+        return self._go_on()
 
     def lost(self, worker: int, reason: str = "lost") -> list[Decision]:
         """What it computes is dealt again; what it delivered stays."""
-        if self.members.pop(worker, None) is None:
-            return []
+        self._remove(worker)
+        return self._go_on()
+
+    def _remove(self, worker: int) -> None:
+        self.members.pop(worker, None)
         self._asking.pop(worker, None)
         grant = self.granted.pop(worker, None)
         if grant is not None:
             self.ledger.give_back(grant.pieces)
-        return self._go_on()
 
     def regroup(self, term: int, members: Mapping[int, int], version: int) -> list[Decision]:
         if term <= self.term:
@@ -130,11 +132,10 @@ class Dealt(ABC):
             reason = f"term {term} goes on from version {version}, {self.version - version} updates and {len(back)} pieces again"
             self.version = version
             decisions.append(Rollback(version, reason))
-        for worker in sorted(self.members.keys() - members.keys()):
-            decisions += self.lost(worker, "not in the new term")
-        for worker in sorted(members):
-            decisions += self.joined(worker, members[worker])
-        return decisions
+        for worker in [w for w, incarnation in self.members.items() if members.get(w) != incarnation]:
+            self._remove(worker)
+        self.members = dict(members)
+        return [*decisions, *self._go_on()]
 
     def committed(self, version: int) -> list[Decision]:
         self.safe = max(self.safe, version)
@@ -172,7 +173,7 @@ class Dealt(ABC):
         """Who asked first is answered first."""
         answers = []
         for worker in list(self._asking):
-            if self.ledger.waiting and not self._may_take(worker):
+            if worker not in self.granted and self.ledger.waiting and not self._may_take(worker):
                 step = self._asking.pop(worker)
                 answers.append(self._grant(worker, step, self.ledger.deal(worker, self.most), "pieces wait"))
         return answers
@@ -183,7 +184,9 @@ class Dealt(ABC):
 
     def _wait(self, worker: int) -> Wait:
         why = self._may_take(worker)
-        if not self.ledger.waiting:
+        if worker in self.granted:
+            why = f"its part of step {self.granted[worker].step} is not here yet"
+        elif not self.ledger.waiting:
             why = "every piece of the epoch is dealt; what comes back is dealt again"
         missing = tuple(w for w in self.ledger.holders() if w != worker)
         return Wait(worker, self._asking[worker], why, missing)

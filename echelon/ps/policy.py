@@ -42,7 +42,8 @@ class Policy(Protocol):
         ...
 
     def asked(self, worker: int, step: int) -> list[Decision]:
-        """A worker asks for parameters to compute `step`; asking again repeats the answer. A Wait is followed by a Grant in
+        """A worker asks for parameters to compute `step`; asking again for the same step repeats the answer, asking for a
+        later one says that the part before is on its way. A Wait is followed by a Grant in
         the decisions of a later event; after a Halt or a Rollback everybody asks again."""
         ...
 

@@ -215,6 +215,22 @@ def test_the_old_process_cannot_answer_for_the_new_one():
     assert only(policy.arrived(old)).kind == "incarnation"
 
 
+def test_a_worker_that_comes_again_is_waited_for():
+    policy = Quorum(members(2), Ledger(range(9)))
+    policy.arrived(take(policy, 0))
+    take(policy, 1)
+    assert policy.joined(1, 1) == [], "no update of one part in between"
+    grant = only(policy.asked(1, 0))
+    assert kinds(policy.arrived(part_of(grant, incarnation=1))) == ["Accept", "Apply"]
+
+
+def test_a_question_may_overtake_the_part_before_it():
+    policy = Eager(members(1), Ledger(range(9)))
+    part = take(policy, 0, step=0)
+    assert only(policy.asked(0, 1)).reason == "its part of step 0 is not here yet"
+    assert kinds(policy.arrived(part)) == ["Accept", "Apply", "Grant"]
+
+
 def test_the_last_parts_of_an_epoch_make_an_update_of_their_own_and_the_next_epoch_is_dealt_to_who_waits():
     policy = Quorum(members(3), Ledger(range(2)))
     first, second = take(policy, 0), take(policy, 1)

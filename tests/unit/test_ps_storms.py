@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,11 +140,19 @@ def test_local_rounds_take_up_to_k_batches_each_and_use_every_batch_once(size, s
 
 
 def test_an_always_slow_worker_holds_up_sync_and_neither_backup_nor_async():
-    def seconds(policy: Quorum | Eager) -> float:
-        cluster = DealtCluster(policy, 1, Storm(3, slow={0: 3.0}), [range(120)])
-        cluster.run()
-        return cluster.time.now
+    def seconds(make: Callable[[], Quorum | Eager]) -> tuple[float, float]:
+        """Of an epoch, and of an update, over eight seeds."""
+        epoch, updates = 0.0, 0
+        for seed in range(8):
+            cluster = DealtCluster(make(), 1, Storm(seed, slow={0: 3.0}), [range(120)])
+            cluster.run()
+            epoch += cluster.time.now
+            updates += cluster.policy.version
+        return epoch / 8, epoch / updates
 
-    sync = seconds(Quorum(members(4), Ledger()))
-    assert seconds(Quorum(members(4), Ledger(), backup=1)) < sync / 1.5
-    assert seconds(Eager(members(4), Ledger())) < sync / 1.8
+    sync = seconds(lambda: Quorum(members(4), Ledger()))
+    backup = seconds(lambda: Quorum(members(4), Ledger(), backup=1))
+    eager = seconds(lambda: Eager(members(4), Ledger()))
+    assert backup[0] < sync[0] / 1.35
+    assert backup[1] < sync[1] / 1.8
+    assert eager[0] < sync[0] / 1.8
