@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock", "env", "coding", "strategy", "events", "faults", "activity"),
     ("mesh", "native"),
     ("comm", "control"),
-    ("data", "elastic", "checkpoint"),
+    ("data", "elastic", "checkpoint", "ps"),
     ("parallel",),
     (
         "prepare",
@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
-ENGINES = ("data", "elastic", "checkpoint")
+ENGINES = ("data", "elastic", "checkpoint", "ps")
 """Layer 3: they meet only through layers 1 and 2, so they do not know each other."""
 
 NEEDS_TORCH = (
