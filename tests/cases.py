@@ -66,5 +66,7 @@ ROWS = {
     "TCP: garbage in an open stream",     "TCP: sums in rank order, whatever the way", "a link is cut in mid-operation", "a rank dies among hosts",
     "random operations among hosts", "random operations, kills and cancels", "a wheel holds the package and the core, nothing else",
     "no memory to share",
+    # the parameter server
+    "ps: optimizers equal torch's",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip
