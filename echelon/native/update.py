@@ -31,6 +31,17 @@ def step(
 ) -> None:
     """One step of "sgd", "adagrad", "rmsprop" or "adam", whose arrays and numbers are named in reference_update.py."""
     check(*param, grad, *(x for pair in arrays.values() if pair is not None for x in pair))
+    step_checked(kind, param, grad, arrays, numbers)
+
+
+def step_checked(
+    kind: str,
+    param: Versions,
+    grad: Tensor,
+    arrays: Mapping[str, Versions | None],
+    numbers: Mapping[str, float],
+) -> None:
+    """step() of tensors that went through check(): of others it would read and write anywhere."""
     core = native.core()
     if core is not None:
         getattr(core, kind)(

@@ -76,7 +76,7 @@ def _why_not(kind: type) -> str:
 
 
 class Range:
-    """A flat range of one tensor with its optimizer's state. Not for two threads at once.
+    """A flat range of one tensor with its optimizer's state. Not for two threads at once; the core's work holds no lock of Python.
 
     `param` is the caller's memory and changed in place. With `out`, apply() leaves this version as it is and writes the next one
     there: two ranges that take turns keep the version before the step, at no more memory traffic.
@@ -93,12 +93,14 @@ class Range:
         self,
         grad: Tensor,
         scale: float = 1.0,
-        numbers: Mapping[str, Number] | None = None,
+        numbers: Mapping[str, Number] | Recipe | None = None,
         out: Range | None = None,
     ) -> None:
-        """One step with `scale` times the gradient. `numbers` (a learning rate of this step) hold from now on."""
-        recipe, step = self.recipe.with_numbers(numbers or {}), self.step + 1
+        """One step with `scale` times the gradient. `numbers` (a learning rate of this step) hold from now on; where many ranges
+        step by one recipe, it is cheaper to give that."""
+        recipe, step = self._recipe(numbers), self.step + 1
         after = self if out is None else out
+        update.check(self.param, after.param, grad)
         if out is not None and out.param.data_ptr() == self.param.data_ptr() and self.param.numel():
             raise UsageError(
                 "the next version of a range needs memory of its own", remedy="Make it with Range.another()."
@@ -108,7 +110,7 @@ class Range:
         }
         settled = _settled(recipe, step, scale, first="momentum_buffer" not in self.arrays)
         kind = "adam" if recipe.name == "adamw" else recipe.name
-        update.step(kind, (self.param, after.param), grad, arrays, settled)
+        update.step_checked(kind, (self.param, after.param), grad, arrays, settled)
         self._keep(after, recipe, step, arrays)
 
     def another(self) -> Range:
@@ -144,6 +146,16 @@ class Range:
         self.arrays = {name: x.detach().clone() for name, x in arrays.items()}
         step = state.get("step")
         self.step = 0 if step is None else int(step)
+
+    def _recipe(self, numbers: Mapping[str, Number] | Recipe | None) -> Recipe:
+        if not isinstance(numbers, Recipe):
+            return self.recipe.with_numbers(numbers) if numbers else self.recipe
+        if numbers.name != self.recipe.name:
+            raise UsageError(
+                f"a range of {self.recipe.name} was told to step by {numbers.name}",
+                remedy="Its state means nothing to another optimizer: make a new Range.",
+            )
+        return numbers
 
     def _versions(self, name: str, after: Range) -> update.Versions:
         before = self.arrays.get(name)

@@ -86,7 +86,7 @@ def both(
         optimizer.step()
         for own, g, recipe in zip(ranges, fed, recipes, strict=True):
             for one, part in zip(own, g[step].tensor_split(cuts), strict=True):
-                one.apply(part, scale=0.7, numbers={"lr": recipe.numbers["lr"]})
+                one.apply(part, scale=0.7, numbers={"lr": recipe.numbers["lr"]} if step % 2 else recipe)
     return optimizer, list(zip(theirs, mine, ranges, strict=True))
 
 
@@ -211,6 +211,11 @@ def test_a_step_that_was_refused_leaves_a_range_as_it_was():
     with pytest.raises(UsageError, match="must be alike"):
         one.apply(torch.zeros(9))
     assert (one.step, one.state()) == (0, {})
+
+
+def test_a_range_keeps_to_its_optimizer():
+    with pytest.raises(UsageError, match="a range of sgd was told to step by adam"):
+        Range(Recipe("sgd", {}), torch.zeros(8)).apply(torch.zeros(8), numbers=Recipe("adam", {}))
 
 
 def test_the_next_version_needs_memory_of_its_own():
