@@ -11,6 +11,7 @@
 #include "hier.h"
 #include "kernels.h"
 #include "shm_ops.h"
+#include "update.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -229,6 +230,77 @@ void fold(uintptr_t dst, const std::vector<uintptr_t>& srcs, uint64_t count, int
                    DType(dtype), RedOp(op));
 }
 
+// An array before and after a step.
+using Two = std::tuple<uintptr_t, uintptr_t>;
+Array array(const Two& x, bool needed = true) {
+    if (needed && (std::get<0>(x) == 0 || std::get<1>(x) == 0)) throw nb::value_error("an array that this step needs is missing");
+    return {reinterpret_cast<const void*>(std::get<0>(x)), reinterpret_cast<void*>(std::get<1>(x))};
+}
+
+DType real(int dtype) {
+    if (DType(dtype) != DType::f32 && DType(dtype) != DType::f64) throw nb::value_error("optimizers need float32 or float64");
+    return DType(dtype);
+}
+
+// How the first arguments of every optimizer become a range; the rest are its own.
+Range range(const Two& param, uintptr_t grad, uint64_t count, int dtype, double scale, double weight_decay) {
+    return {array(param, count > 0), reinterpret_cast<const void*>(grad), count, real(dtype), scale, weight_decay};
+}
+
+void sgd(const Two& param, uintptr_t grad, uint64_t count, int dtype, double scale, double weight_decay, const Two& momentum_buffer,
+         double lr, double momentum, double dampening, bool nesterov, bool first) {
+    Range r = range(param, grad, count, dtype, scale, weight_decay);
+    Sgd own{array(momentum_buffer, count > 0 && momentum != 0), lr, momentum, dampening, nesterov, first};
+    nb::gil_scoped_release release;
+    updates().sgd(r, own);
+}
+
+void adagrad(const Two& param, uintptr_t grad, uint64_t count, int dtype, double scale, double weight_decay, const Two& sum, double lr,
+             double eps) {
+    Range r = range(param, grad, count, dtype, scale, weight_decay);
+    Adagrad own{array(sum, count > 0), lr, eps};
+    nb::gil_scoped_release release;
+    updates().adagrad(r, own);
+}
+
+void rmsprop(const Two& param, uintptr_t grad, uint64_t count, int dtype, double scale, double weight_decay, const Two& square_avg,
+             const Two& momentum_buffer, const Two& grad_avg, double lr, double alpha, double eps, double momentum, bool centered) {
+    Range r = range(param, grad, count, dtype, scale, weight_decay);
+    RmsProp own{array(square_avg, count > 0), array(momentum_buffer, count > 0 && momentum > 0), array(grad_avg, count > 0 && centered),
+                lr, alpha, eps, momentum, centered};
+    nb::gil_scoped_release release;
+    updates().rmsprop(r, own);
+}
+
+void adam(const Two& param, uintptr_t grad, uint64_t count, int dtype, double scale, double weight_decay, const Two& exp_avg,
+          const Two& exp_avg_sq, const Two& max_exp_avg_sq, double step_size, double beta1, double beta2, double eps, double correction,
+          double shrink, bool amsgrad) {
+    Range r = range(param, grad, count, dtype, scale, weight_decay);
+    Adam own{array(exp_avg, count > 0), array(exp_avg_sq, count > 0), array(max_exp_avg_sq, count > 0 && amsgrad),
+             step_size, beta1, beta2, eps, correction, shrink, amsgrad};
+    nb::gil_scoped_release release;
+    updates().adam(r, own);
+}
+
+void average(const Two& average, uintptr_t x, uint64_t count, int dtype, double weight) {
+    DType type = real(dtype);
+    Array both = array(average, count > 0);
+    nb::gil_scoped_release release;
+    updates().average(both, reinterpret_cast<const void*>(x), count, type, weight);
+}
+
+double sum_of_squares(uintptr_t x, uint64_t count, int dtype) {
+    DType type = real(dtype);
+    nb::gil_scoped_release release;
+    return updates().sum_of_squares(reinterpret_cast<const void*>(x), count, type);
+}
+
+bool all_finite(uintptr_t x, uint64_t count, int dtype) {
+    DType type = real(dtype);
+    nb::gil_scoped_release release;
+    return updates().finite(reinterpret_cast<const void*>(x), count, type);
+}
+
 Layout layout(uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes) { return {size, chunk_bytes, ring_bytes}; }
 
 }  // namespace
@@ -249,6 +321,18 @@ NB_MODULE(_core, m) {
     m.def("choose", &choose, "name"_a);
     m.def("combines", [](int dtype, int op) { return combines(DType(dtype), RedOp(op)); });
     m.def("fold", &fold, "dst"_a, "srcs"_a, "count"_a, "dtype"_a, "op"_a);
+    m.def("sgd", &sgd, "param"_a, "grad"_a, "count"_a, "dtype"_a, "scale"_a, "weight_decay"_a,
+          "momentum_buffer"_a, "lr"_a, "momentum"_a, "dampening"_a, "nesterov"_a, "first"_a);
+    m.def("adagrad", &adagrad, "param"_a, "grad"_a, "count"_a, "dtype"_a, "scale"_a, "weight_decay"_a,
+          "sum"_a, "lr"_a, "eps"_a);
+    m.def("rmsprop", &rmsprop, "param"_a, "grad"_a, "count"_a, "dtype"_a, "scale"_a, "weight_decay"_a,
+          "square_avg"_a, "momentum_buffer"_a, "grad_avg"_a, "lr"_a, "alpha"_a, "eps"_a, "momentum"_a, "centered"_a);
+    m.def("adam", &adam, "param"_a, "grad"_a, "count"_a, "dtype"_a, "scale"_a, "weight_decay"_a,
+          "exp_avg"_a, "exp_avg_sq"_a, "max_exp_avg_sq"_a, "step_size"_a, "beta1"_a, "beta2"_a, "eps"_a, "correction"_a,
+          "shrink"_a, "amsgrad"_a);
+    m.def("average", &average);
+    m.def("sum_of_squares", &sum_of_squares);
+    m.def("finite", &all_finite);
     m.def("format", [](int fd, uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes, uint64_t term) {
         Shm::format(fd, layout(size, chunk_bytes, ring_bytes), term);
     });
