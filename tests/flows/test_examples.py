@@ -112,6 +112,7 @@ def _gradients(drawing: str) -> list[str]:
     return re.findall(r"grad +(\S+)", drawing)
 
 
+@pytest.mark.slow
 @pytest.mark.case("example images")
 def test_images_ends_with_the_same_weights_on_two_workers(tmp_path):
     args = ("--epochs", "2", "--double")
@@ -131,6 +132,7 @@ def test_language_ends_with_the_same_weights_and_writes_the_same_text_on_two_wor
     assert apart(tmp_path / "1", tmp_path / "2", "language") <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.case("example gan")
 def test_gan_ends_with_the_same_weights_on_two_workers(tmp_path):
     args = ("--epochs", "3", "--double")

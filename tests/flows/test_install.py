@@ -26,7 +26,7 @@ model = run.prepare(torch.nn.Linear(2, 2))
 print("world", run.world_size)
 """
 
-pytestmark = pytest.mark.timeout(BUILD_S + 100)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_S + 100)]
 
 
 @pytest.fixture(scope="module")
