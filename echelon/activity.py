@@ -17,6 +17,9 @@ from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from echelon import dumps
+from echelon.dumps import Frame
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -57,6 +60,8 @@ class Now:
     """The innermost line of the script's own code: "train.py:33 in <module>", with the file's full path."""
     wait: Wait | None = None
     begun: dict[str, int] = field(default_factory=dict)
+    frames: list[Frame] = field(default_factory=list)
+    """The main thread's, the innermost first."""
 
 
 def moved() -> None:
@@ -118,9 +123,8 @@ def named(label: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def now() -> Now:
     """Where the main thread stands. Callable from any thread; one thread only (it remembers what it saw last)."""
-    frames = sys._current_frames()
     main = threading.main_thread().ident or 0
-    walked = _walk(frames.get(main))
+    walked = dumps.main_frames()
     files = [file for file, _, _ in walked]
     wait = _waits.get(main)
     thread = main
@@ -136,7 +140,7 @@ def now() -> Now:
         found = Wait(group, number, _spoken(what, group, label), num_bytes, time.monotonic() - since)
     else:
         found = _torch_wait(walked)
-    return Now(_progress[0], doing, site(walked), found, dict(begun))
+    return Now(_progress[0], doing, site(walked), found, dict(begun), walked)
 
 
 def label() -> str:
@@ -146,10 +150,15 @@ def label() -> str:
 
 def own_site() -> str:
     """The innermost line of the script's own code in this thread."""
-    return site(_walk(sys._getframe(1)))
+    walked: list[Frame] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(walked) < 200:
+        walked.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return site(walked)
 
 
-def site(walked: list[tuple[str, int, str]]) -> str:
+def site(walked: list[Frame]) -> str:
     """The innermost of these frames (innermost first) that is the script's: not ours, torch's or python's."""
     mine = [frame for frame in walked if not frame[0].startswith((_OURS, _torch(), "<"))]
     own = [frame for frame in mine if not _is_library(frame[0])]
@@ -186,7 +195,7 @@ _COMPILERS = (
 """What is on the stack only while something is compiled, not whenever it runs."""
 
 
-def _torch_wait(walked: list[tuple[str, int, str]]) -> Wait | None:
+def _torch_wait(walked: list[Frame]) -> Wait | None:
     """A collective of torch.distributed that the script called itself, seen by its frame."""
     named = [
         f for f in walked[:6] if f[0].endswith("/torch/distributed/distributed_c10d.py") and f[2] != "wrapper"
@@ -203,15 +212,6 @@ def _torch_wait(walked: list[tuple[str, int, str]]) -> Wait | None:
 
 def _is_library(file: str) -> bool:
     return file.startswith((_LIBRARY, _OURS)) or "/site-packages/" in file
-
-
-def _walk(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    walked: list[tuple[str, int, str]] = []
-    # the thread runs on while it is walked along: what follows a frame was once seen to be none
-    while isinstance(frame, FrameType) and len(walked) < 200:
-        walked.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return walked
 
 
 def _torch() -> str:

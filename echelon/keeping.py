@@ -110,6 +110,7 @@ class Keeping:
         self.machine.following = lambda: trail.following
         self.machine.before_change = self._before_change
         self.machine.at_commit.append(self._committed)
+        self.machine.at_bare_step = self._bare_step
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -154,8 +155,19 @@ class Keeping:
 
     def _committed(self, loop: Any) -> None:
         """The last step is final, and `loop` is about to go on (or is over)."""
-        if self._closed:
-            return  # a loop that was left open, cleared away while the interpreter ends: no thread can start any more
+        if (
+            not self._closed
+        ):  # a loop that was left open, cleared away while the interpreter ends: no thread can start
+            self._final(loop.mark, may_leave=not loop.abandoned)
+
+    def _bare_step(self, whole: bool) -> None:
+        """A step outside any loop over a loader is over; `whole`, when no other optimizer's gradient waits for its own."""
+        mark = self.trail.stepped()
+        if mark is not None and whole:
+            self._final(mark, may_leave=True)
+
+    def _final(self, mark: Mark, may_leave: bool) -> None:
+        """Nothing of the last step can be lost any more, and `mark` is where it is come back to."""
         step = self.machine.counters.global_step
         if step and not self._looked:
             self._looked = True
@@ -163,10 +175,10 @@ class Keeping:
             if self.strategy.checkpoint_every:
                 self.saver.reserve(self.whole.holdings())
         every = self.strategy.checkpoint_every
-        if self.stopping and not loop.abandoned:
-            self.leave(loop.mark)
+        if self.stopping and may_leave:
+            self.leave(mark)
         elif self.asked or (every and step and step % every == 0):
-            self._save(loop.mark)
+            self._save(mark)
 
     def _save(self, mark: Mark) -> Checkpoint:
         """Begins a checkpoint that is come back to at `mark`; one of the same step is enough."""
@@ -260,6 +272,16 @@ class Keeping:
         self.resumed_step = self.machine.counters.global_step = self._objects["step"]
         self.machine.step_before = self.resumed_step
         self.trail.follow(self._objects["trail"])
+        bare = self.trail.bare_steps()
+        if bare and self.world.rank == 0:
+            self.emit(
+                Warned(
+                    rank=0,
+                    message=f"{bare} of the steps so far were outside any loop over a prepared loader: such a loop cannot be "
+                    "entered in the middle, so they run again, without effect.\n"
+                    "  Pass the loader through run.prepare, and the run goes on at its place at once.",
+                )
+            )
         for kind, count in self._prepared_so_far():
             for index in range(count):
                 self._ready(kind, index)

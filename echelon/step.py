@@ -72,6 +72,10 @@ class Machine:
         """The script is on its way back to where a run was left: what it does was done already."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before weights or optimizer state change: a checkpoint may still be reading them."""
+        self.at_bare_step: Callable[[bool], None] = lambda whole: None
+        """Called after a step outside any loop over a loader: did every optimizer that is in use step in its turn?"""
+        self.scaled = False
+        """A scaler is stepping: the step is over with its update()."""
         self.at_commit: list[Callable[[Yielding], None]] = []
         """Called when the last step is final: by the loop whose next part is about to be yielded, or that is over."""
         self.after_loss: Callable[[Lost, int], None] = lambda lost, step: None
@@ -178,9 +182,21 @@ class Machine:
         3. apply: the optimizer, only if all met; otherwise everything since the last commit is undone and replayed
         """
         if self.following():
-            return self._pass_by(optimizer, closure)
-        if closure is not None:
-            return closures.step(self, optimizer, closure)
+            result = self._pass_by(optimizer, closure)
+        elif closure is not None:
+            result = closures.step(self, optimizer, closure)
+        else:
+            result = self._step(optimizer)
+        if not self.scaled:
+            self.bare_step()
+        return result
+
+    def bare_step(self) -> None:
+        """No loader says where a step outside any loop ends: it ends here, and what waits for that is told."""
+        if self.current is None and self.optimizers:
+            self.at_bare_step(all(o.index in self.in_iteration or not _in_use(o) for o in self.optimizers))
+
+    def _step(self, optimizer: Stepping) -> Any:
         # mid-group
         if not self.share.last:
             self.seal(optimizer)
@@ -355,3 +371,7 @@ class Machine:
         times = self.counters.times
         times.began = times.began or began
         times.data_s += now - began
+
+
+def _in_use(optimizer: Stepping) -> bool:
+    return optimizer.applied > 0 or any(p.grad is not None for p in optimizer.params())

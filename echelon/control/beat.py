@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-import sys
-import threading
-from types import FrameType
 
 from echelon import activity
 from echelon.control.links import Links
@@ -19,22 +16,13 @@ LINKS_AFTER_S = 3.0
 _links = Links()
 
 
-def main_stack(limit: int = MAX_FRAMES) -> list[str]:
-    """The main thread's innermost frames, the innermost last, each as "file:line function". Callable from any thread."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    lines: list[str] = []
-    while isinstance(frame, FrameType) and len(lines) < limit:
-        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return lines[::-1]
-
-
 def complete(beat: Beat, rank: int) -> Beat:
     """`beat` with rank, and with what the process itself knows: stack, memory, what its main thread does and waits in."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     now = activity.now()
     wait = now.wait or activity.Wait("", 0, "", 0, 0.0)
-    stack = beat.stack or main_stack()
+    innermost = [f"{file}:{line} {name}" for file, line, name in now.frames[:MAX_FRAMES]]
+    stack = beat.stack or innermost[::-1]
     place, _, name = now.site.rpartition(" in ")
     file = place.rpartition(":")[0]
     if file and not any(frame.startswith(file) for frame in stack):  # deep in a library

@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import threading
 from pathlib import Path
 
+from echelon import dumps
 from echelon.clock import Deadline
 
 SIGNAL = signal.SIGRTMIN + 9
 NAME = "echelon-stack"
-FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 LOOK_S = 0.02
 
 _installed: list[int] = []
@@ -59,8 +58,7 @@ def ask(pid: int, deadline: Deadline) -> list[str]:
 
 def read(text: str) -> list[str]:
     """The frames of a faulthandler dump."""
-    frames = [match for line in text.splitlines() if (match := FRAME.match(line))]
-    return [f"{match[1]}:{match[2]} {match[3]}" for match in reversed(frames)]
+    return [f"{file}:{line} {name}" for file, line, name in reversed(dumps.all_of(text))]
 
 
 def state(pid: int) -> tuple[str, float] | None:

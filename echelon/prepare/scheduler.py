@@ -66,6 +66,7 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
         prepared = prepared_optimizer(optimizer)
         if prepared is None:
             return inner_step(optimizer, *args, **kwargs)
+        machine.scaled = True
         if machine.following():
             return machine.step(prepared)
         if not machine.share.last:
@@ -93,5 +94,8 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
             scaled.clear()
         elif scaler.is_enabled():
             scaler._per_optimizer_states.clear()
+        if machine.scaled:
+            machine.scaled = False
+            machine.bare_step()
 
     scaler.step, scaler.update, scaler.unscale_ = step, update, unscale_

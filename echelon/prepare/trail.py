@@ -49,6 +49,10 @@ class Mark:
         return cls(**record | {"body": [cls.read(inner) for inner in record["body"]]})
 
 
+STEPS = "steps"
+"""Optimizer steps outside any loop over a prepared loader; `value` counts those that followed one another."""
+
+
 class Trail:
     """One a run. `arrive` is called once, at the place where the saved trail ends."""
 
@@ -96,6 +100,14 @@ class Trail:
             )
         self.ahead = [[Mark.read(record) for record in records]]
 
+    def bare_steps(self) -> int:
+        """While following: steps that the script must run through because no loader leads around them."""
+
+        def count(level: list[Mark]) -> int:
+            return sum(m.value if m.kind == STEPS else count(m.body) for m in level)
+
+        return sum(count(level) for level in self.ahead or [] if level is not None)
+
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, kind: str, live: Callable[[], Any], *, keep: bool = True) -> Any:
@@ -137,6 +149,28 @@ class Trail:
         mark = Mark(kind)
         self._body.append(mark)
         return mark
+
+    def stepped(self) -> Mark | None:
+        """An optimizer stepped outside any loop over a loader: the mark to come back to; None on the way back, where the
+        step has no effect. Such steps cannot be left out, so a resumed script runs through them."""
+        body, level = self._body, self.ahead[-1] if self.ahead is not None else None
+        last = body[-1] if body and body[-1].kind == STEPS else None
+        if level is None:
+            if last is None:
+                last = Mark(STEPS, done=True, value=0)
+                body.append(last)
+            last.value += 1
+            return None if self.following else last
+        if last is None or last.value >= level[len(body) - 1].value:
+            if self._expected(STEPS) is None:  # a moment that did not come was the place
+                return self.stepped()
+            last = Mark(STEPS, done=True, value=0)
+            body.append(last)
+        last.value += 1
+        saved = level[len(body) - 1]
+        if saved.here and saved.value == last.value:
+            self._arrived()
+        return None
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +262,7 @@ class Trail:
             mark = next((m for m in level if m.here or m.inside), level[-1])
             value = mark.value if isinstance(mark.value, dict) else {}
             epoch = f" epoch {value['epoch']}, batch {value['start']}" if "start" in value else ""
-            words.append(f"{mark.kind}{epoch}" if mark.kind != "epochs" else f"epoch {mark.value}")
+            words.append(_words(mark, epoch))
             level = [] if mark.here else mark.body
         return " > ".join(words) or "the start"
 
@@ -246,6 +280,12 @@ class Trail:
     def _arrived(self) -> None:
         self.ahead = None
         self._arrive()
+
+
+def _words(mark: Mark, epoch: str) -> str:
+    if mark.kind == "epochs":
+        return f"epoch {mark.value}"
+    return f"{mark.value} steps without a prepared loader" if mark.kind == STEPS else f"{mark.kind}{epoch}"
 
 
 def epochs_to_do(n: int, trail: Trail) -> Iterator[int]:

@@ -763,3 +763,53 @@ def a_scheduler_made_after_prepare(run):
             learn(F.cross_entropy(model(x), y), opt)
             sched.step()
     return weights(model)
+
+
+@feature
+def steps_without_a_loader(run):
+    """Two loops over bare tensors with a checkpoint between: no loader says where a step ends."""
+    x, y = data()[:]
+    model = net()
+    opt = sgd(model)
+    sched = lr_scheduler.StepLR(opt, 3, 0.5)
+    model, opt, sched = run.prepare(model, opt, sched)
+    for steps in (5, 4):
+        for i in range(steps):
+            F.cross_entropy(model(x[i : i + 6]), y[i : i + 6]).backward()
+            opt.step()
+            sched.step()
+            opt.zero_grad()
+        run.log(loss=float(steps))
+    return {**weights(model), "rate": torch.tensor(sched.get_last_lr())}
+
+
+@feature
+def scaled_steps_without_a_loader(run):
+    x, y = data()[:]
+    model = net()
+    opt, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    model, opt, scaler = run.prepare(model, opt, scaler)
+    for i in range(9):
+        loss = scaler.scale(F.cross_entropy(model(x[i : i + 6]), y[i : i + 6]))
+        (loss * float("inf") if i == 4 else loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return {**weights(model), "scale": torch.tensor(scaler.get_scale())}
+
+
+@feature
+def two_optimizers_after_one_backward_without_a_loader(run):
+    """Between the two steps the second one's gradient waits: no place to stop at."""
+    x, y = data()[:]
+    model = net()
+    layers = list(model.children())
+    opts = [sgd(layers[0]), torch.optim.Adam(layers[-1].parameters(), 0.02)]
+    model, *opts = run.prepare(model, *opts)
+    for i in range(7):
+        F.cross_entropy(model(x[i : i + 6]), y[i : i + 6]).backward()
+        for opt in opts:
+            opt.step()
+        for opt in opts:
+            opt.zero_grad()
+    return weights(model)

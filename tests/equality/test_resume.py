@@ -19,6 +19,7 @@ SOME = [name for name in NAMES if name.startswith("storm")] + [
     "persistent_workers", "batch_sampler", "iterable", "several_loaders", "lbfgs", "run_evaluate", "gan",
     "batchnorm_1d_and_scheduler_per_epoch", "sparse_embedding", "run_gather_in_batch_negatives",
     "a_scheduler_made_after_prepare", "add_param_group_with_a_new_module", "a_peek_draws_from_an_explicit_generator",
+    "steps_without_a_loader", "scaled_steps_without_a_loader", "two_optimizers_after_one_backward_without_a_loader",
 ]  # fmt: skip
 
 

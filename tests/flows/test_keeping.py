@@ -252,3 +252,42 @@ def test_an_iterator_that_is_left_open_does_not_begin_a_checkpoint_while_the_int
     """)
     assert result.code == 0, result.err
     assert [event["step"] for event in result.events if event["event"] == "CheckpointSaved"] == [2]
+
+
+@pytest.mark.case("SIGTERM in a loop without a loader")
+def test_sigterm_in_a_loop_without_a_prepared_loader_stops_it_and_resume_gives_the_same_bits(kept):
+    script = kept.folder / "bare.py"
+    script.write_text("""
+import sys, time
+import torch, echelon
+run = echelon.init()
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)).double()
+model, opt = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+for i in range(300):
+    model(torch.randn(6, 4, dtype=torch.float64)).pow(2).mean().backward()
+    opt.step()
+    opt.zero_grad()
+    time.sleep(float(sys.argv[2]))
+    if i == 10:
+        run.print("ten steps")
+run.save(sys.argv[1])
+""")
+
+    def start(name: str, pause: str, *options: str) -> Running:
+        command = [sys.executable, "-m", "echelon", "run", "--workers", "2", "--name", name, *options,
+                   str(script), str(kept.folder / name), pause]  # fmt: skip
+        running = Running(kept.folder, command, environment(kept.folder))
+        running.run_dir = kept.folder / "runs" / name
+        kept.started.append(running)
+        return running
+
+    assert start("calm", "0").wait(60).code == 0
+    running = start("cut", "0.05")
+    running.until(lambda: running.shows("ten steps"), 60)
+    os.kill(running.pid("worker", 1), signal.SIGTERM)
+    result = running.wait(40)
+    assert result.code == 75, result.err[-2000:]
+    again = start("cut", "0", "--resume").wait(60)
+    assert again.code == 0, again.err[-2000:]
+    assert "of the steps so far were outside any loop" in again.err
+    assert (kept.folder / "cut.safetensors").read_bytes() == (kept.folder / "calm.safetensors").read_bytes()
