@@ -9,7 +9,9 @@
     ├── PhaseFailed          the body of a named phase failed on rank 0: a consequence as well
     ├── LoopError            ranks are no longer at the same place of the script
     ├── CheckpointError      a checkpoint that cannot be written, or is not one that can be read
-    └── WireError            a frame that is too long, torn, out of order or not ours
+    ├── WireError            a frame that is too long, torn, out of order or not ours
+    ├── LinkLost             the connection to a parameter server is gone: a consequence of what ended it
+    └── Late                 an answer did not come by its deadline
 
 Each carries what a person asks next: which rank, which step, which peers, and what to do.
 """
@@ -77,4 +79,12 @@ class CheckpointError(EchelonError):
 
 
 class WireError(EchelonError):
+    pass
+
+
+class LinkLost(EchelonError):
+    consequence = True
+
+
+class Late(EchelonError):
     pass

@@ -71,5 +71,6 @@ ROWS = {
     "ps: backup drops exactly the late ones", "ps: the ledger is complete", "ps: nobody starves", "ps: a step is never torn",
     "ps: NaN verdict and clip factor are global", "ps: staleness statistics",
     "ps: optimizers equal torch's",
+    "ps: one contract for every link", "ps: back-pressure instead of memory growth", "ps: a forked child has no links",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

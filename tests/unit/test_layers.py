@@ -72,7 +72,15 @@ NEEDS_TORCH = (
 RUN_BY_NAME = ("echelon.bench.comm_worker",)
 """Needs torch, and nobody imports it: it is the script of a run."""
 
-ALONE_NEEDS_TORCH = ("echelon.ps.optimizers",)
+ALONE_NEEDS_TORCH = (
+    "echelon.ps.optimizers",
+    "echelon.ps.memory",
+    "echelon.ps.pending",
+    "echelon.ps.link",
+    "echelon.ps.service",
+    "echelon.ps.attend",
+    "echelon.ps.host",
+)
 """Needs torch, while the rest of its package does not."""
 
 MAX_MODULE_LINES = 400
