@@ -27,6 +27,10 @@ PHASE = "phase "
 ANYBODY = 0
 """The number of a wait whose place in its group is not known: it is over when all ranks stand in it."""
 
+SERVERS = "servers"
+"""The group of a wait for parameter servers, for all of them; `servers 0,2` is for these. A number counts as in any group:
+whoever has not begun it is waited for as well, since servers wait for all parts."""
+
 _progress = [0]
 _waits: dict[int, tuple[str, int, str, int, float]] = {}
 _labels: dict[int, str] = {}
