@@ -165,7 +165,7 @@ def site(walked: list[tuple[str, int, str]]) -> str:
 def _spoken(what: str, group: str, label: str) -> str:
     if label and label != DATA:
         return f"{what} in {label}" if not label.startswith(PHASE) else what
-    return f"{what} of {group}" if group else what
+    return f"{what} of {group}" if group and not group.startswith(SERVERS) else what
 
 
 def recognised(files: list[str]) -> str:
