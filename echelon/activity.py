@@ -28,8 +28,8 @@ ANYBODY = 0
 """The number of a wait whose place in its group is not known: it is over when all ranks stand in it."""
 
 SERVERS = "servers"
-"""The group of a wait for parameter servers, for all of them; `servers 0,2` is for these. A number counts as in any group:
-whoever has not begun it is waited for as well, since servers wait for all parts."""
+"""The group of a wait for parameter servers, for all of them; `servers 0,2` is for these. A number means that servers answer
+once every worker has begun it (record it in `begun`, as for any group); ANYBODY that they answer whoever comes."""
 
 _progress = [0]
 _waits: dict[int, tuple[str, int, str, int, float]] = {}

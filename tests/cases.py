@@ -53,7 +53,7 @@ ROWS = {
     "ps and servers go together", "servers start, serve and leave with the run", "a server's seat is its own",
     "a killed server is named", "a server that fails is told last", "SIGTERM to a server", "a stopped server is named",
     "servers leave nothing", "servers dealt over hosts", "servers on two hosts", "ps in plain python", "ps and --resume",
-    "a killed server on another host",
+    "a killed server on another host", "what is started again takes its old seat", "who speaks for whom",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
     "Group over torch.distributed with our store", "fuzz", "a rank that leaves the loop alone is named",

@@ -150,8 +150,13 @@ def _missing(view: View, views: Sequence[View], options: Options) -> set[Who]:
         for v in asked_servers(wait.group, views)
         if v.state != JOINED or v.beat_age_s >= options.fresh_s
     }
-    if wait.number == ANYBODY and is_for_servers(wait.group):
-        return servers
+    if wait.number == ANYBODY and is_for_servers(
+        wait.group
+    ):  # what well servers wait for themselves is not known
+        there = {
+            v.who for v in workers if not (_ended(v) or (v.wait is not None and is_for_servers(v.wait.group)))
+        }
+        return servers or there - {view.who}
     if wait.number == ANYBODY:
         alike = {
             v.who for v in workers if v.state == JOINED and v.wait is not None and v.wait.group == wait.group

@@ -263,6 +263,50 @@ def test_sigterm_to_a_server_saves_and_the_printed_command_goes_on(tmp_path):
     assert shlex.join(again).endswith("0.1")
 
 
+AGAIN = """
+import sys
+from echelon.cli import main
+from echelon.launch import restart
+restart.after_end = lambda who, code, incarnation: restart.Again(incarnation + 1, "the test says so")
+main()
+"""
+"""The command line with another decision than this version's: whatever dies is started again."""
+
+UNTIL = """
+    import os, time
+    print("up", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.case("what is started again takes its old seat")
+@pytest.mark.parametrize("role", ["server", "worker"])
+def test_what_is_started_again_takes_its_old_seat(tmp_path, role):
+    (tmp_path / "train.py").write_text(textwrap.dedent(UNTIL))
+    words = [sys.executable, "-c", AGAIN, "run", "--workers", "2", *PS, "--name", "again", "train.py"]
+    running = Running(tmp_path, words, environment(tmp_path))
+    running.run_dir = tmp_path / "runs" / "again"
+
+    def seats() -> list[tuple[int, str]]:
+        lines = (running.run_dir / "journal.jsonl").read_text().splitlines()
+        told = [json.loads(line) for line in lines if line.endswith("}")]
+        mine = [t for t in told if t["kind"] == "member" and (t["role"], t["rank"]) == (role, 1)]
+        return [(t["incarnation"], t["state"]) for t in mine]
+
+    try:
+        up(running)
+        running.kill(role, 1)
+        running.until(lambda: seats() == [(0, "joined"), (0, "dead"), (1, "joined")])
+        (tmp_path / "go").touch()
+        result = running.wait()
+    finally:
+        running.process.kill()
+    assert result.code == 0, result.err
+    found = processes(result.run_dir)[role, 1]
+    assert (found["incarnation"], found["code"]) == (1, 0)
+
+
 @pytest.mark.case("ps in plain python")
 def test_ps_in_plain_python_trains_alone(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN % '"ps"'))
