@@ -30,6 +30,10 @@ PHASE = "phase "
 ANYBODY = 0
 """The number of a wait whose place in its group is not known: it is over when all ranks stand in it."""
 
+SERVERS = "servers"
+"""The group of a wait for parameter servers, for all of them; `servers 0,2` is for these. A number means that servers answer
+once every worker has begun it (record it in `begun`, as for any group); ANYBODY that they answer whoever comes."""
+
 _progress = [0]
 _waits: dict[int, tuple[str, int, str, int, float]] = {}
 _labels: dict[int, str] = {}
@@ -170,7 +174,7 @@ def site(walked: list[Frame]) -> str:
 def _spoken(what: str, group: str, label: str) -> str:
     if label and label != DATA:
         return f"{what} in {label}" if not label.startswith(PHASE) else what
-    return f"{what} of {group}" if group else what
+    return f"{what} of {group}" if group and not group.startswith(SERVERS) else what
 
 
 def recognised(files: list[str]) -> str:

@@ -8,9 +8,6 @@ from typing import Any, NoReturn
 
 import click
 
-LATER = {"servers": "parameter servers"}
-"""Options that the contract has and this version does not: they get a clear answer, and no place in the help."""
-
 
 class Commands(click.Group):
     """Our errors become one message and an exit code, without a traceback; Ctrl-C before a run began is 130 as well."""
@@ -41,15 +38,9 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _refuse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    if value not in (None, False):
-        from echelon.errors import UsageError
-
-        name = str(param.name)
-        raise UsageError(
-            f"--{name.replace('_', '-')}: this version of Echelon does not have {LATER[name]} yet",
-            remedy="What works today: any number of workers on one machine. See `echelon run --help`.",
-        )
+def _not_negative(ctx: click.Context, param: click.Parameter, value: int) -> int:
+    if value < 0:
+        raise click.BadParameter(f"{value} is not a number of processes.")
     return value
 
 
@@ -108,6 +99,8 @@ class RunCommand(click.Command):
 )
 @click.option("--workers", type=int, metavar="N", callback=_at_least_one,
               help="Worker processes.  [default: the number of GPUs, or 1]")  # fmt: skip
+@click.option("--servers", type=int, default=0, metavar="M", callback=_not_negative,
+              help="Parameter server processes, for --strategy ps.  [default: 0]")  # fmt: skip
 @click.option("--strategy", "strategy_text", default="", metavar="S",
               help="How gradients meet and every other knob, comma-separated, such as allreduce,accumulate=4.")  # fmt: skip
 @click.option(
@@ -124,7 +117,6 @@ class RunCommand(click.Command):
 @click.option("--join-timeout-s", type=click.FloatRange(1), default=300.0, show_default=True, metavar="S",
               help="How long to wait for the other hosts.")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.option("--servers", hidden=True, callback=_refuse)
 @click.option("--resume", is_flag=False, flag_value="", default=None, metavar="[RUN]",
               help="Go on from the last complete checkpoint of RUN (a name, a folder or a URL; default: of --name, else "
                    "of the newest run of SCRIPT).")  # fmt: skip
@@ -133,9 +125,9 @@ class RunCommand(click.Command):
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def run(
-    workers: int | None, strategy_text: str, settings: tuple[str, ...], config: Path | None, name: str | None,
+    workers: int | None, servers: int, strategy_text: str, settings: tuple[str, ...], config: Path | None, name: str | None,
     run_dir: Path | None, num_hosts: int, listen: str | None, join_timeout_s: float, module: bool, resume: str | None,
-    grace_s: float, script: str, args: tuple[str, ...], **later: Any,
+    grace_s: float, script: str, args: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train SCRIPT on several worker processes, of this machine or of several.
 
@@ -147,10 +139,11 @@ def run(
       echelon run --workers 4 train.py --lr 0.1
       echelon run --workers 2 --strategy accumulate=4,clip_norm=1 train.py
       echelon run --workers 2 --set seed=7 --name first -m project.train
+      echelon run --workers 4 --servers 2 --strategy ps train.py
       echelon run --hosts 2 --listen 10.0.0.1 --workers 8 train.py
 
-    With --hosts, --workers is the total, dealt evenly over the hosts. The
-    command for the others is printed; nothing starts until all are there.
+    With --hosts, --workers and --servers are totals, dealt evenly over the
+    hosts. The command for the others is printed; nothing starts until all are there.
 
     \b
     Knobs of --strategy, --set and --config that are asked for most:
@@ -180,7 +173,7 @@ def run(
     from echelon.launch import local, start
 
     each = (local.count_gpus() or 1) * num_hosts
-    job = local.Job(script, args, module, workers if workers is not None else each)
+    job = local.Job(script, args, module, workers if workers is not None else each, servers)
     start.check_script(job)
     chosen, set_by_user = start.choose_strategy(strategy_text, settings, config)
     reach = start.Reach(num_hosts, listen, join_timeout_s)
@@ -247,12 +240,19 @@ def status(run_name: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("run_name", metavar="RUN")
-@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which worker.")
-@click.option("--role", type=click.Choice(["worker", "coordinator", "guard"]), default="worker", show_default=True,
+@click.option(
+    "--rank",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Which worker, or which other process of --role.",
+)
+@click.option("--role", type=click.Choice(["worker", "server", "coordinator", "guard"]), default="worker", show_default=True,
               help="Whose log.")  # fmt: skip
 @click.option("--follow", "-f", is_flag=True, help="Go on as it grows, until the run is over.")
 def logs(run_name: str, rank: int, role: str, follow: bool) -> None:
-    """Print everything that one worker of RUN wrote, byte for byte."""
+    """Print everything that one worker of RUN wrote, byte for byte; with --role server
+    a parameter server."""
     from echelon.launch import rundir
     from echelon.show import reports
 

@@ -58,6 +58,7 @@ class RunStarted(Event):
     strategy: str
     num_workers: int
     num_threads: int
+    num_servers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class ProcessStarted(Event):
     role: str
     host: str
     pid: int
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,26 +100,15 @@ class Facts(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat(Event):
-    """A worker is alive: its counters so far. Seconds are totals since the first batch."""
+class Sign(Event):
+    """A process that has a seat is alive: where it stands."""
 
     step: int = 0
-    epoch: int = 0
-    num_steps: int = 0
-    samples: int = 0
-    data_s: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    wait_s: float = 0.0
-    total_s: float = 0.0
     doing: str = ""
     stack: list[str] = field(default_factory=list)
     peak_rss_bytes: int = 0
-    sent_bytes: int = 0
-    """Of gradients, by this worker, so far; without compress as many as plain_bytes."""
-    plain_bytes: int = 0
     progress: int = 0
-    """Grows with whatever moves in this worker."""
+    """Grows with whatever moves in it."""
     cpu_s: float = 0.0
     site: str = ""
     """The innermost line of the script's own code."""
@@ -130,7 +121,29 @@ class Beat(Event):
     begun: dict[str, int] = field(default_factory=dict)
     """Group -> the number of the last operation it began there."""
     links: dict[str, float] = field(default_factory=dict)
-    """While it waits: its connections to other machines, "local remote" -> seconds for which nothing answered."""
+    """Its connections to other machines, "local remote" -> seconds for which nothing answered; a worker's while it waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving(Sign):
+    """Parameter server `rank` is alive. No Beat: whoever counts workers must not count it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat(Sign):
+    """A worker is alive: its counters so far. Seconds are totals since the first batch."""
+
+    epoch: int = 0
+    num_steps: int = 0
+    samples: int = 0
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0
+    total_s: float = 0.0
+    sent_bytes: int = 0
+    """Of gradients, by this worker, so far; without compress as many as plain_bytes."""
+    plain_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +240,7 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    """A worker's script raised. `consequence` when it only says that another rank failed first."""
+    """A worker's script, or a server, raised. `consequence` when it only says that another rank failed first."""
 
     host: str
     step: int
@@ -235,14 +248,17 @@ class Failed(Event):
     error: str
     traceback: str
     consequence: bool = False
+    role: str = "worker"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stuck(Event):
-    """Worker `rank` holds up the run (None: no one worker does). `kind` and `reason` as elastic/stuck.py gives them."""
+    """Process `rank` of `role` holds up the run (None: no one does). `kind` and `reason` as elastic/stuck.py gives them."""
 
     kind: str
     reason: str
+    role: str = "worker"
+    """Of all `ranks`."""
     ranks: list[int] = field(default_factory=list)
     host: str = ""
     pid: int = 0
@@ -266,6 +282,7 @@ class Unstuck(Event):
 
     kind: str
     after_s: float
+    role: str = "worker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +328,7 @@ class HostRefused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HostsFormed(Event):
-    """All hosts are there: index, name, address, first_rank and num_workers of each, in order."""
+    """All hosts are there: index, name, address, and which workers and servers run on each, in order."""
 
     hosts: list[dict[str, Any]]
 
@@ -325,6 +342,7 @@ class HostLost(Event):
     index: int
     ranks: list[int]
     reason: str
+    servers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ PEER_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStor
 MAX_TRACEBACK_CHARS = 20_000
 
 
-def describe(error: BaseException, *, rank: int, host: str, step: int) -> Failed:
+def describe(error: BaseException, *, rank: int, host: str, step: int, role: str = "worker") -> Failed:
     """The event that tells of `error`."""
     line = error_line(error)
     return Failed(
-        rank=rank, host=host, step=step, code=exit_code(error), error=line, traceback=user_traceback(error),
+        rank=rank, role=role, host=host, step=step, code=exit_code(error), error=line, traceback=user_traceback(error),
         consequence=bool(getattr(error, "consequence", False)) or sounds_like_a_lost_peer(line),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The main of every process of a run: `python -m echelon.role worker|coordinator`. It only wires.
+"""The main of every process of a run: `python -m echelon.role worker|server|coordinator`. It only wires.
 
 A worker is set up so that the script sees what plain python would show it (sys.argv, sys.path, __main__), and tells
 the run how the script ended: Left, or Failed with the script's own traceback.
@@ -23,6 +23,7 @@ from typing import NoReturn
 from echelon import activity, env
 from echelon.clock import Deadline
 from echelon.control import member, stacks
+from echelon.control.roster import WORKER
 from echelon.control.terminated import Terminated, deaf_to_sigterm
 from echelon.errors import PREEMPTED, EchelonError, Preempted, UsageError
 from echelon.events import Left
@@ -58,7 +59,24 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     atexit.register(
         ending.close
     )  # the first registered runs last: after all that the script leaves for its end
+    if options.role == "server":
+        serve(ending)
     work(script, ending)
+
+
+def serve(ending: Ending) -> NoReturn:
+    """A parameter server: from its seat to the end of the run."""
+    from echelon.failure import exit_code
+    from echelon.ps import duty
+
+    try:
+        code = duty.serve(ending.mine, ending.joining.place)
+        ending.done(code)
+    except BaseException as error:
+        code = exit_code(error)
+        ending.failed(error, code)
+    _flush()
+    sys.exit(code)
 
 
 def coordinate(where: env.Place, token: str, listen_fd: int, lifeline_fd: int | None) -> None:
@@ -71,7 +89,7 @@ def coordinate(where: env.Place, token: str, listen_fd: int, lifeline_fd: int | 
 
 
 class Ending:
-    """How a worker takes its leave: events first, then its seat, so that what it said counts."""
+    """How a worker or server takes its leave: events first, then its seat, so that what it said counts."""
 
     def __init__(self, joining: member.Joining) -> None:
         self.joining, self.code, self.step = joining, 0, 0
@@ -85,7 +103,7 @@ class Ending:
         """This process got SIGTERM: the run is to stop."""
         where = self.joining.place
         with contextlib.suppress(EchelonError):
-            reason = f"SIGTERM to worker {where.rank} on {where.host} (pid {os.getpid()})"
+            reason = f"SIGTERM to {where.role} {where.rank} on {where.host} (pid {os.getpid()})"
             self.mine.call("stop", Deadline.after(LEAVE_S), reason=reason)
 
     def failed(self, error: BaseException, code: int) -> None:
@@ -97,11 +115,11 @@ class Ending:
         try:
             mine = self.mine
         except Exception as apart:  # never joined: there is nobody to tell but the log
-            told = failure.describe(error, rank=where.rank, host=where.host, step=0)
+            told = failure.describe(error, rank=where.rank, host=where.host, step=0, role=where.role)
             plain = isinstance(apart, EchelonError) and apart is error
             _complain(f"echelon: {apart}" if plain else told.traceback)
             return
-        told = failure.describe(error, rank=where.rank, host=where.host, step=_step(mine))
+        told = failure.describe(error, rank=where.rank, host=where.host, step=_step(mine), role=where.role)
         mine.emit(told)
         if not isinstance(error, SystemExit):
             _complain(told.traceback)
@@ -131,7 +149,8 @@ class Ending:
         except Exception:
             return
         if self.code in (0, PREEMPTED):
-            mine.emit(Left(rank=mine.place.rank, step=self.step))
+            if mine.place.role == WORKER:
+                mine.emit(Left(rank=mine.place.rank, step=self.step))
             self._leave()
         mine.close()
 
@@ -227,7 +246,7 @@ def _flush() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m echelon.role", description=__doc__.splitlines()[0])
     roles = parser.add_subparsers(dest="role", required=True)
-    for name in ("worker", "coordinator"):
+    for name in ("worker", "server", "coordinator"):
         role = roles.add_parser(name)
         role.add_argument("--rank", type=int, required=True)
         role.add_argument("--run", required=True)

@@ -45,6 +45,8 @@ def init(
         return _run
     place, member = env.place(), members.current()
     chosen = _strategy(strategy, seed, fields, member.description if member else {})
+    if member is not None:
+        strategies.require_servers(chosen, int(member.description.get("num_servers", 0)))
     if chosen.tensorboard:
         tensorboard.require()
     if member is None and env.torchrun() is not None:
@@ -79,6 +81,7 @@ def _under_torchrun(
     adopted = torchrun.adopt(name, run_dir)
     member = adopted.member
     chosen = _strategy(strategy, seed, fields, member.description)
+    strategies.require_servers(chosen, 0)
     shown: Alone | None = None
     if adopted.folder is not None:
         shown = Alone(member.place, chosen)

@@ -19,7 +19,7 @@ from echelon.errors import StrategyError
 
 FORMS = ("allreduce", "ps", "sharded", "auto")
 AXES = ("data", "tensor", "pipeline")
-BUILT_FORMS = ("allreduce",)
+BUILT_FORMS = ("allreduce", "ps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +245,25 @@ def require_whole(strategy: Strategy) -> None:
         "warmup_steps goes with batch=per-worker",
         "With batch=global the learning rate is not scaled.",
     )
+    _need(
+        strategy.apply == "worker" or strategy.form == "ps",
+        f"apply=server goes with ps, not with {strategy.form}",
+        "Start it with --servers 1 --strategy ps,apply=server, or leave it out.",
+    )
+
+
+def require_servers(strategy: Strategy, num_servers: int) -> None:
+    """Raises StrategyError when ps has no servers, or another form has some. Alone (plain python) nothing meets: do not ask."""
+    _need(
+        strategy.form != "ps" or num_servers > 0,
+        "the strategy ps needs parameter servers, and this run has none",
+        "Say how many: echelon run --workers 4 --servers 1 --strategy ps train.py",
+    )
+    _need(
+        strategy.form == "ps" or num_servers == 0,
+        f"--servers {num_servers} goes with the strategy ps, and this is {strategy.form}",
+        f"Add --strategy ps: echelon run --servers {num_servers} --strategy ps train.py; or leave --servers out.",
+    )
 
 
 def require_built(strategy: Strategy) -> None:
@@ -255,7 +274,7 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "update", "staleness", "backup", "local_steps", "apply", "replicas", "level", "schedule",
+        "data", "update", "staleness", "backup", "local_steps", "replicas", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
@@ -263,7 +282,7 @@ def require_built(strategy: Strategy) -> None:
     if missing:
         raise StrategyError(
             f"this version of Echelon does not have {' nor '.join(missing)} yet",
-            remedy="What works today: allreduce with any number of workers on one machine (README, table of strategies).",
+            remedy="What works today: allreduce, and ps with update=sync (README, table of strategies).",
         )
 
 

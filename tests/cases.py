@@ -49,6 +49,11 @@ ROWS = {
     "stuck: the decision", "stuck: data", "stuck: stopped", "stuck: holds the GIL", "stuck: asleep", "stuck: busy",
     "stuck: different collectives", "stuck: absent", "stuck: no alarm in a phase", "stuck: goes on", "stuck: waits",
     "stuck: exit code 124", "stuck: one call, different values", "stuck: a dead link", "USERS 1",
+    # parameter servers as processes of a run
+    "ps and servers go together", "servers start, serve and leave with the run", "a server's seat is its own",
+    "a killed server is named", "a server that fails is told last", "SIGTERM to a server", "a stopped server is named",
+    "servers leave nothing", "servers dealt over hosts", "servers on two hosts", "ps in plain python", "ps and --resume",
+    "a killed server on another host", "what is started again takes its old seat", "who speaks for whom",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
     "Group over torch.distributed with our store", "fuzz", "a rank that leaves the loop alone is named",

@@ -18,10 +18,11 @@ from typing import Any
 from echelon.clock import Deadline
 from echelon.control import forks
 from echelon.control.beat import complete
+from echelon.control.roster import SERVER
 from echelon.control.rpc import Client, Identity, Unreached
 from echelon.env import Place
 from echelon.errors import EchelonError, UsageError, WorldError
-from echelon.events import Beat, Event
+from echelon.events import Beat, Event, Serving, Sign
 
 BEAT_S = 0.5
 FLUSH_S = 0.1
@@ -44,7 +45,8 @@ class Member:
         self.place = place
         self.identity = Identity(place.run, place.role, place.rank, place.incarnation)
         self.description: dict[str, Any] = {}
-        self.report: Callable[[], Beat] | None = None
+        self.report: Callable[[], Sign] | None = None
+        """This process's own sign of life: a worker's Beat, a server's Serving."""
         self.at_end: Callable[[], None] | None = None
         """Called when the script has come to its end: may raise what is wrong with that."""
         self.term = 0
@@ -116,6 +118,10 @@ class Member:
         """See control.roster.Roster."""
         return {int(rank): seat for rank, seat in self.call("roster", Deadline.after(CALL_S)).items()}
 
+    def servers(self) -> dict[int, dict[str, Any]]:
+        """See control.roster.Roster."""
+        return {int(rank): seat for rank, seat in self.call("servers", Deadline.after(CALL_S)).items()}
+
     def flush(self, deadline: Deadline) -> None:
         """Blocks until everything queued so far was sent, or until the deadline."""
         with self._wake:
@@ -184,7 +190,7 @@ class Member:
         beat, and not this thread, without which the rank would count as silent."""
         if self.report is None and self.place.role not in ("worker", "server"):
             return {}
-        beat = Beat(doing="starting")
+        beat: Sign = Serving(doing="serving") if self.place.role == SERVER else Beat(doing="starting")
         if self.report is not None:
             with contextlib.suppress(Exception):
                 beat = self.report()

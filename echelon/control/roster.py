@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 JOINED, LEFT, FAILED, DEAD = "joined", "left", "failed", "dead"
 """States of a rank: at work; its script came to its end; its script raised; its process ended without a word."""
+
+
+WORKER, SERVER = "worker", "server"
+
+OVER = "run/over"
+"""Key of the run's table: there once the run needs its servers no more. The first host's supervisor sets it."""
+
+
+class Who(NamedTuple):
+    """A process that has a seat. Ranks count within a role: worker 0 and server 0 are two."""
+
+    role: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank}"
+
+    @property
+    def key(self) -> str:
+        """For a table whose keys are texts: a worker's is its rank, "0", a server's "server-0"."""
+        return f"{self.role}-{self.rank}" if self.role == SERVER else str(self.rank)
 
 
 class Roster(Protocol):
@@ -18,4 +39,7 @@ class Roster(Protocol):
     """True once somebody asked the run to end at a common step."""
 
     def roster(self) -> dict[int, dict[str, Any]]:
-        """Each rank that ever joined: {"state", "step", "host", "pid"}. Asks the coordinator; blocks up to 10 s."""
+        """Each worker that ever joined: {"state", "step", "host", "pid"}. Asks the coordinator; blocks up to 10 s."""
+
+    def servers(self) -> dict[int, dict[str, Any]]:
+        """The same of each parameter server, with its "incarnation": a server that was started again has a higher one."""

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from echelon.control.handshake import Identity
-from echelon.control.roster import JOINED
+from echelon.control.roster import JOINED, SERVER, WORKER, Who
 from echelon.control.server import Server
 from echelon.control.terminated import ready_for_sigterm
 from echelon.elastic import gathering, membership
 from echelon.elastic.gathering import Gathering
-from echelon.elastic.history import History, read_event
+from echelon.elastic.history import History, said_by
 from echelon.elastic.journal import Journal
 from echelon.elastic.lookout import Lookout
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
-from echelon.events import Beat, Event, HostLeft, Logged, RunEnded, StopAsked
+from echelon.events import Event, HostLeft, Logged, RunEnded, Serving, Sign, StopAsked
 
 MAX_WAIT_S = 86400.0
 LOOK_S = 1.0
@@ -45,17 +45,17 @@ JOURNAL_BYTES = 8 << 20
 
 ROLES = {
     "join": frozenset({"worker", "server", "supervisor", "cli"}),
-    "leave": frozenset({"worker"}),
+    "leave": frozenset({"worker", "server"}),
     "died": frozenset({"supervisor"}),
-    "stop": frozenset({"supervisor", "cli", "worker"}),
+    "stop": frozenset({"supervisor", "cli", "worker", "server"}),
     "watch": frozenset({"supervisor", "cli"}),
     **{f"store.{name}": frozenset({"worker", "server", "supervisor", "cli"})
        for name in ("set", "get", "wait", "add", "check", "compare_set", "delete", "count")},
-    **dict.fromkeys(("roster", "beat"), frozenset({"worker", "server", "supervisor", "cli"})),
+    **dict.fromkeys(("roster", "servers", "beat"), frozenset({"worker", "server", "supervisor", "cli"})),
     **gathering.ROLES,
     "seen": frozenset({"supervisor"}),
 }  # fmt: skip
-"""Who may call what; a worker may ask to stop, because a signal may reach it first."""
+"""Who may call what; a worker or server may ask to stop, because a signal may reach it first."""
 
 
 class Coordinator:
@@ -63,7 +63,8 @@ class Coordinator:
 
     def __init__(self, run_dir: Path) -> None:
         self.description = _describe(run_dir)
-        self.members = Membership(int(self.description["num_workers"]))
+        num_servers = int(self.description.get("num_servers", 0))
+        self.members = Membership(int(self.description["num_workers"]), num_servers=num_servers)
         self.journal = Journal(run_dir / "journal.jsonl")
         self.table = Table(lambda record: self._note(record, sync=False))
         self.history = History(run_dir / "events.jsonl")
@@ -73,9 +74,9 @@ class Coordinator:
         self.ended = False
         self.hosts = Gathering(
             int(self.description.get("num_hosts", 1)), self.members.num_workers, self._take,
-            lambda record: self._note(record, sync=True), self._fall,
+            lambda record: self._note(record, sync=True), self._fall, num_servers,
         )  # fmt: skip
-        self._steps: dict[int, int] = {}
+        self._steps: dict[Who, int] = {}
         self._taken: dict[Identity, int] = {}
         self._compact_bytes = JOURNAL_BYTES
         for record in self.journal.records:
@@ -88,6 +89,7 @@ class Coordinator:
             self.join,
             self.beat,
             self.roster,
+            self.servers,
             self.leave,
             self.died,
             self.watch,
@@ -121,23 +123,37 @@ class Coordinator:
 
     async def join(self, peer: Identity, host: str, pid: int) -> dict[str, Any]:
         self._taken.pop(peer, None)
-        if peer.role == "worker":
-            self.lookout.joined(peer.rank)
-            self._change(membership.join(self.members, peer.rank, host[:256], pid, peer.incarnation))
+        if peer.role in (WORKER, SERVER):
+            self.lookout.joined(Who(peer.role, peer.rank))
+            incarnation = peer.incarnation
+            self._change(membership.join(self.members, peer.rank, host[:256], pid, incarnation, peer.role))
         return {"term": self.members.term}
 
     async def leave(self, peer: Identity, step: int, code: int) -> dict[str, Any]:
-        self._change(membership.leave(self.members, peer.rank, step, code))
+        self._change(membership.leave(self.members, peer.rank, step, code, peer.role))
         return {"term": self.members.term}
 
-    async def died(self, peer: Identity, rank: int, code: int) -> dict[str, Any]:
-        if not self.hosts.may_bury(peer, rank):
-            raise UsageError(f"worker {rank} does not run on the host of {peer}")
-        self._change(membership.died(self.members, rank, code, self._steps.get(rank, 0)))
+    async def died(
+        self, peer: Identity, rank: int, code: int, role: str = WORKER, incarnation: int | None = None
+    ) -> dict[str, Any]:
+        who = Who(SERVER if role == SERVER else WORKER, rank)
+        if not self.hosts.may_bury(peer, who):
+            raise UsageError(f"{who} does not run on the host of {peer}")
+        seat = self.members.seat(who)
+        if (
+            seat is None or incarnation is None or seat.incarnation <= incarnation
+        ):  # another may sit there already
+            self._change(membership.died(self.members, rank, code, self._steps.get(who, 0), who.role))
         return {"term": self.members.term}
 
     async def roster(self, peer: Identity) -> dict[str, Any]:
         return {str(rank): self._seat(seat) for rank, seat in sorted(self.members.seats.items())}
+
+    async def servers(self, peer: Identity) -> dict[str, Any]:
+        return {
+            str(rank): {**self._seat(seat), "incarnation": seat.incarnation}
+            for rank, seat in sorted(self.members.servers.items())
+        }
 
     async def stop(self, peer: Identity, reason: str) -> dict[str, Any]:
         if not self.stopping:
@@ -167,7 +183,7 @@ class Coordinator:
             self._taken.clear()
         self._taken[peer] = max(known, first + len(events))
         for record in [beat, *fresh] if beat else fresh:
-            event = read_event(record if peer.role != "worker" else {**record, "rank": peer.rank})
+            event = said_by(peer.role, peer.rank, record)
             if event is not None:
                 if abs(ahead_s) > SKEW_S:
                     event = dataclasses.replace(event, time=event.time - ahead_s)
@@ -183,7 +199,9 @@ class Coordinator:
         """Once a second: is somebody stuck? Never returns."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for event in self.lookout.look(self.members.seats, self.members.num_workers):
+            for event in self.lookout.look(
+                self.members.seats, self.members.num_workers, self.members.servers, self.members.num_servers
+            ):
                 self.history.add(event)
 
     async def watch(self, peer: Identity, after: int, timeout_s: float) -> dict[str, Any]:
@@ -229,15 +247,19 @@ class Coordinator:
             self.history.add(metric)
 
     def _lost(self, term: int) -> EchelonError | None:
-        ranks = self.members.lost_since(term)
-        if not ranks:
+        ranks, servers = self.members.lost_since(term), self.members.servers_lost_since(term)
+        if not ranks and not servers:
             return None
-        reasons = "; ".join(self.members.seats[rank].reason for rank in ranks[:8])
+        gone = [
+            *(self.members.servers[rank] for rank in servers),
+            *(self.members.seats[rank] for rank in ranks),
+        ]
+        reasons = "; ".join(seat.reason for seat in gone[:8])
         return PeerLost(f"waiting for others is over: {reasons}", peers=ranks)
 
-    def _fall(self, rank: int, reason: str) -> None:
-        """A worker is gone with its host."""
-        change = membership.died(self.members, rank, 137, self._steps.get(rank, 0))
+    def _fall(self, who: Who, reason: str) -> None:
+        """A worker or server is gone with its host."""
+        change = membership.died(self.members, who.rank, 137, self._steps.get(who, 0), who.role)
         self._change(change and dataclasses.replace(change, reason=f"{change.reason}: {reason}"))
 
     def _take(self, event: Event) -> None:
@@ -249,21 +271,22 @@ class Coordinator:
                     self.history.add(metric)
             return
         self.ended = self.ended or isinstance(event, RunEnded)
-        if isinstance(event, Beat) and event.rank is not None and event.rank in self.members.seats:
-            self._steps[event.rank] = event.step
-            self.lookout.beat(event)
+        if isinstance(event, Sign) and event.rank is not None:
+            who = Who(SERVER if isinstance(event, Serving) else WORKER, event.rank)
+            if self.members.seat(who) is not None:
+                self._steps[who] = event.step
+                self.lookout.beat(event)
         self.history.add(event)
 
     def _seat(self, seat: Change) -> dict[str, Any]:
-        step = self._steps.get(seat.rank, seat.step) if seat.state == JOINED else seat.step
+        who = Who(seat.role, seat.rank)
+        step = self._steps.get(who, seat.step) if seat.state == JOINED else seat.step
         return {"state": seat.state, "step": step, "host": seat.host, "pid": seat.pid}
 
     def _note(self, record: dict[str, Any], *, sync: bool) -> None:
         self.journal.add(record, sync=sync)
         if self.journal.size_bytes > self._compact_bytes:
-            seats = [
-                seat.to_dict() for seat in sorted(self.members.seats.values(), key=lambda seat: seat.term)
-            ]
+            seats = [seat.to_dict() for seat in sorted(self.members.everybody, key=lambda seat: seat.term)]
             stop = (
                 [{"kind": "stop", "term": self.members.term, "reason": self.stopping}]
                 if self.stopping

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from echelon.control.handshake import JOINER, Identity
+from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic import hosts
 from echelon.elastic.hosts import Host, Seat, Signs
 from echelon.errors import EchelonError, UsageError, WorldError
@@ -49,9 +50,10 @@ class Gathering:
         num_workers: int,
         emit: Callable[[Event], None],
         note: Callable[[dict[str, Any]], None],
-        fall: Callable[[int, str], None],
+        fall: Callable[[Who, str], None],
+        num_servers: int = 0,
     ) -> None:
-        self.num_hosts, self.num_workers = num_hosts, num_workers
+        self.num_hosts, self.num_workers, self.num_servers = num_hosts, num_workers, num_servers
         self.seats: list[Seat] = []
         self._emit, self._note, self._fall = emit, note, fall
         self._hosts: dict[int, Host] = {}
@@ -190,12 +192,10 @@ class Gathering:
         """A host said goodbye: it is not missed any more."""
         self._signs.pop(index, None)
 
-    def may_bury(self, peer: Identity, rank: int) -> bool:
-        """May this supervisor say that worker `rank` is over? The first host's may, others for their own."""
+    def may_bury(self, peer: Identity, who: Who) -> bool:
+        """May this supervisor say that `who` is over? The first host's may, others for their own."""
         return (
-            peer.rank == 0
-            or not self.seats
-            or any(s.index == peer.rank and rank in s.ranks for s in self.seats)
+            peer.rank == 0 or not self.seats or any(s.index == peer.rank and s.holds(who) for s in self.seats)
         )
 
     def restore(self, record: Mapping[str, Any]) -> None:
@@ -233,7 +233,7 @@ class Gathering:
         return True
 
     def _form(self) -> None:
-        self.seats = hosts.seats(self.num_workers, list(self._hosts.values()))
+        self.seats = hosts.seats(self.num_workers, list(self._hosts.values()), self.num_servers)
         self._note({"kind": "hosts", "seats": [seat.to_dict() for seat in self.seats]})
         self._watch_over()
         self._emit(HostsFormed(hosts=[seat.to_dict() for seat in self.seats]))
@@ -246,12 +246,14 @@ class Gathering:
     def _lose(self, seat: Seat, reason: str) -> None:
         self._signs.pop(seat.index, None)
         self._emit(
-            HostLost(
-                host=seat.name, address=seat.address, index=seat.index, ranks=list(seat.ranks), reason=reason
-            )
-        )
-        for rank in seat.ranks:
-            self._fall(rank, f"its host {seat.name} is gone")
+            HostLost(host=seat.name, address=seat.address, index=seat.index, ranks=list(seat.ranks), reason=reason,
+                     servers=list(seat.servers))
+        )  # fmt: skip
+        for who in [
+            *(Who(WORKER, rank) for rank in seat.ranks),
+            *(Who(SERVER, rank) for rank in seat.servers),
+        ]:
+            self._fall(who, f"its host {seat.name} is gone")
 
     def _fail(self, error: EchelonError) -> None:
         self._failure = self._failure or error

@@ -17,10 +17,11 @@ from typing import Any, get_type_hints
 
 from echelon.clock import Clock
 from echelon.control.calls import fits
-from echelon.events import Beat, Event, Printed, from_dict
+from echelon.control.roster import SERVER, WORKER
+from echelon.events import Beat, Event, Failed, Left, Logged, Printed, Serving, Sign, from_dict
 
 BEAT_FILE_S = 5.0
-"""events.jsonl gets one Beat a worker in this time; watchers get all."""
+"""events.jsonl gets one sign of life a process in this time; watchers get all."""
 
 MAX_EVENTS = 10_000
 MAX_EVENT_BYTES = 16 << 20
@@ -41,7 +42,7 @@ class History:
         self._next = int(
             time.time() * 1e6
         )  # so that a watcher's place in an earlier life lies before this one
-        self._beat_written: dict[int | None, float] = {}
+        self._beat_written: dict[tuple[type[Event], int | None], float] = {}
         self._news = asyncio.Event()
 
     def add(self, event: Event) -> None:
@@ -81,14 +82,14 @@ class History:
     def _due_in_file(self, event: Event) -> bool:
         if isinstance(event, Printed):
             return False  # its host keeps it in a log
-        if not isinstance(event, Beat):
+        if not isinstance(event, Sign):
             return True
-        now = self._clock()
-        if now - self._beat_written.get(event.rank, -math.inf) < BEAT_FILE_S:
+        now, whose = self._clock(), (type(event), event.rank)
+        if now - self._beat_written.get(whose, -math.inf) < BEAT_FILE_S:
             return False
         if len(self._beat_written) > MAX_ITEMS:
             self._beat_written.clear()
-        self._beat_written[event.rank] = now
+        self._beat_written[whose] = now
         return True
 
 
@@ -109,6 +110,20 @@ def read_event(record: dict[str, Any]) -> Event | None:
 
 
 _HINTS: dict[type, dict[str, Any]] = {}
+
+
+def said_by(role: str, rank: int, record: dict[str, Any]) -> Event | None:
+    """The event that a process of that role told. Workers and servers speak for themselves only: what a server says never
+    counts as the word of the worker with its number."""
+    if role not in (WORKER, SERVER):
+        return read_event(record)
+    own = {"rank": rank} | ({"role": role} if record.get("event") == "Failed" else {})
+    event = read_event({**record, **own})
+    if role == WORKER:
+        return None if isinstance(event, Serving) else event
+    if event is None or isinstance(event, Serving | Failed):
+        return event
+    return None if isinstance(event, Beat | Left | Logged) else dataclasses.replace(event, rank=None)
 
 
 def _cut(value: Any) -> Any:

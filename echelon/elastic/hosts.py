@@ -1,4 +1,4 @@
-"""The hosts of a run: their order, their share of the workers, and which of them is lost. Pure."""
+"""The hosts of a run: their order, their share of the workers and servers, and which of them is lost. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from echelon.control.roster import SERVER, Who
 from echelon.errors import WorldError
 
 SILENT_S = 10.0
@@ -35,7 +36,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Seat:
-    """A host's place in a run that formed: ranks first_rank … first_rank + num_workers - 1 run there."""
+    """A host's place in a run that formed: workers first_rank … first_rank + num_workers - 1 run there, servers likewise."""
 
     index: int
     key: int
@@ -43,6 +44,8 @@ class Seat:
     address: str
     first_rank: int
     num_workers: int
+    first_server: int = 0
+    num_servers: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -50,6 +53,13 @@ class Seat:
     @property
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.num_workers)
+
+    @property
+    def servers(self) -> range:
+        return range(self.first_server, self.first_server + self.num_servers)
+
+    def holds(self, who: Who) -> bool:
+        return who.rank in (self.servers if who.role == SERVER else self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,13 +102,21 @@ def deal(total: int, asked: Sequence[int | None]) -> list[int]:
     return shares
 
 
-def seats(total: int, hosts: Sequence[Host]) -> list[Seat]:
+def deal_servers(total: int, num_hosts: int) -> list[int]:
+    """Servers for each host, in order: evenly, earlier ones first; a host may have none."""
+    each, over = divmod(total, num_hosts)
+    return [each + (index < over) for index in range(num_hosts)]
+
+
+def seats(total: int, hosts: Sequence[Host], num_servers: int = 0) -> list[Seat]:
     """Where everybody runs: hosts in order, ranks without gaps."""
-    ordered, made, first = order(hosts), [], 0
+    ordered, made, first, first_server = order(hosts), [], 0, 0
     shares = deal(total, [host.asked for host in ordered])
-    for index, (host, share) in enumerate(zip(ordered, shares, strict=True)):
-        made.append(Seat(index, host.key, host.name, host.address, first, share))
-        first += share
+    for index, (host, share, servers) in enumerate(
+        zip(ordered, shares, deal_servers(num_servers, len(ordered)), strict=True)
+    ):
+        made.append(Seat(index, host.key, host.name, host.address, first, share, first_server, servers))
+        first, first_server = first + share, first_server + servers
     return made
 
 

@@ -2,15 +2,16 @@
 
 Waits make a graph: a rank that waits in operation n of a group waits for every rank that has not begun n there. Whoever
 does not wait himself at its end holds up the others; a circle means that ranks stand in different collectives. A rank
-that moves, or that is in a named phase, is never blamed.
+that moves, or that is in a named phase, is never blamed. A parameter server that beats is a medium: those who wait for it
+wait for the workers that have not begun the same; one that is silent, or that ended, is waited for itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echelon.activity import ANYBODY, DATA, ENDED, PHASE
-from echelon.control.roster import JOINED
+from echelon.activity import ANYBODY, DATA, ENDED, PHASE, SERVERS
+from echelon.control.roster import JOINED, WORKER, Who
 from echelon.elastic import deadlink
 from echelon.elastic.views import (
     ABSENT,
@@ -32,6 +33,9 @@ from echelon.elastic.views import (
     View,
 )  # fmt: skip
 
+Waits = Mapping[Who, set[Who]]
+"""Who waits -> for whom."""
+
 HOST_SLACK_S = 3.0
 """A host's supervisor speaks once a second, and may have done so a little after its rank's last beat."""
 
@@ -40,11 +44,11 @@ def decide(views: Sequence[View], median_step_s: float, options: Options = DEFAU
     """Who holds up the run now, or None."""
     limits = Limits.of(views, median_step_s, options)
     here = [view for view in views if view.state == JOINED]
-    heard = [view for view in here if not _silent(view, limits)]
+    heard = [view for view in here if not view.serves and not _silent(view, limits)]
     waits = {
-        view.rank: _missing(view, views)
+        view.who: _missing(view, views, options)
         for view in here
-        if view.wait is not None and view.beat_age_s < options.fresh_s
+        if view.wait is not None and not view.serves and view.beat_age_s < options.fresh_s
     }
     return (
         _unheard(here, heard, waits, limits, options)
@@ -65,7 +69,7 @@ def _silent(view: View, limits: Limits) -> bool:
 def _unheard(
     here: Sequence[View],
     heard: Sequence[View],
-    waits: Mapping[int, set[int]],
+    waits: Waits,
     limits: Limits,
     options: Options,
 ) -> Verdict | None:
@@ -74,13 +78,13 @@ def _unheard(
         held = _held_up(view, heard, waits, options)
         if not _silent(view, limits) or view.beat_age_s < _silence_s(view, held, limits):
             continue
-        if held or not heard:
+        if held or not (heard or view.serves):
             found.append((view, _kind_of_silence(view, limits)))
     if not found:
         return None
     view, kind = max(found, key=lambda pair: (KINDS[::-1].index(pair[1]), pair[0].beat_age_s))
-    alike = tuple(v.rank for v, k in found if k == kind)
-    return Verdict(kind, alike, _why_silent(view, kind), _others(here, waits, alike), sure=kind == STOPPED)
+    alike = [v for v, k in found if k == kind and v.role == view.role]
+    return _verdict(kind, alike, _why_silent(view, kind), here, waits, sure=kind == STOPPED)
 
 
 def _silence_s(view: View, held: Sequence[View], limits: Limits) -> float:
@@ -99,17 +103,15 @@ def _silence_s(view: View, held: Sequence[View], limits: Limits) -> float:
     return limits.busy_s if works else limits.plain_s
 
 
-def _held_up(
-    view: View, heard: Sequence[View], waits: Mapping[int, set[int]], options: Options
-) -> list[View]:
+def _held_up(view: View, heard: Sequence[View], waits: Waits, options: Options) -> list[View]:
     """Who waits for it. Having begun an operation helps nobody if the process stands still in it."""
     return [
         other
         for other in heard
-        if other.rank in waits
+        if other.who in waits
         and other.wait is not None
         and other.wait.for_s >= options.waited_s
-        and (view.rank in waits[other.rank] or not waits[other.rank])
+        and (view.who in waits[other.who] or not (waits[other.who] or view.serves))
     ]
 
 
@@ -136,41 +138,66 @@ def _why_silent(view: View, kind: str) -> str:
 # ranks that wait for each other
 
 
-def _missing(view: View, views: Sequence[View]) -> set[int]:
-    """Ranks that have not begun what `view` waits in; those that ended among them."""
+def _missing(view: View, views: Sequence[View], options: Options) -> set[Who]:
+    """Those who have not begun what `view` waits in; those that ended among them. Servers only if nothing comes from them."""
     wait = view.wait
     assert wait is not None
     if wait.group == "phase":
-        return {0} - {view.rank}
+        return {Who(WORKER, 0)} - {view.who}
+    workers = [v for v in views if not v.serves]
+    servers = {
+        v.who
+        for v in asked_servers(wait.group, views)
+        if v.state != JOINED or v.beat_age_s >= options.fresh_s
+    }
+    if wait.number == ANYBODY and is_for_servers(
+        wait.group
+    ):  # what well servers wait for themselves is not known
+        there = {
+            v.who for v in workers if not (_ended(v) or (v.wait is not None and is_for_servers(v.wait.group)))
+        }
+        return servers or there - {view.who}
     if wait.number == ANYBODY:
         alike = {
-            v.rank for v in views if v.state == JOINED and v.wait is not None and v.wait.group == wait.group
+            v.who for v in workers if v.state == JOINED and v.wait is not None and v.wait.group == wait.group
         }
-        return {v.rank for v in views} - alike - {view.rank}
-    return {v.rank for v in views if v.begun.get(wait.group, 0) < wait.number} - {view.rank}
+        return {v.who for v in workers} - alike - {view.who}
+    return {v.who for v in workers if v.begun.get(wait.group, 0) < wait.number} - {view.who} | servers
 
 
-def _crossed(views: Sequence[View], waits: Mapping[int, set[int]], options: Options) -> Verdict | None:
+def is_for_servers(group: str) -> bool:
+    return group == SERVERS or group.startswith(f"{SERVERS} ")
+
+
+def asked_servers(group: str, views: Sequence[View]) -> list[View]:
+    """The servers that a wait in `group` is for: `servers` all, `servers 0,2` these; none for any other group."""
+    if not is_for_servers(group):
+        return []
+    named = set(group.removeprefix(SERVERS).strip().split(",")) - {""}
+    return [view for view in views if view.serves and (not named or str(view.rank) in named)]
+
+
+def _crossed(views: Sequence[View], waits: Waits, options: Options) -> Verdict | None:
     """Ranks in different collectives: each waits for one that waits for it; or one that ended is waited for."""
-    by_rank = {view.rank: view for view in views}
+    by_who = {view.who: view for view in views}
     steady = {
-        rank: missing
-        for rank, missing in waits.items()
-        if (wait := by_rank[rank].wait) is not None
-        and min(wait.for_s, by_rank[rank].still_s) >= options.mismatch_s
+        who: missing
+        for who, missing in waits.items()
+        if (wait := by_who[who].wait) is not None
+        and min(wait.for_s, by_who[who].still_s) >= options.mismatch_s
     }
-    circle = _circle(steady) or _unlike(steady, by_rank)
+    circle = _circle(steady) or _unlike(steady, by_who)
     if circle:
         reason = "they wait in different collectives, none of which can end"
-        return Verdict(MISMATCH, tuple(circle), reason, _others(views, waits, ()), sure=True)
-    for rank, missing in sorted(steady.items()):
-        gone = sorted(r for r in missing if _ended(by_rank[r]))
+        ranks = tuple(who.rank for who in circle)
+        return Verdict(MISMATCH, ranks, reason, _others(views, waits, ()), sure=True)
+    for who, missing in sorted(steady.items()):
+        gone = [view for w in sorted(missing) if (view := by_who.get(w)) is not None and _ended(view)]
         if gone:
-            view = by_rank[gone[0]]
-            reason = (
-                f"its script came to its end after step {view.step}, and worker {rank} still waits for it"
-            )
-            return Verdict(ABSENT, tuple(gone), reason, _others(views, waits, tuple(gone)), sure=True)
+            first, what = gone[0], "it" if gone[0].serves else "its script"
+            reason = f"{what} came to its end after step {first.step}, and {who} still waits for it"
+            alike = [view for view in gone if view.role == first.role]
+            return _verdict(ABSENT, alike, reason, views, waits, sure=True)
     return None
 
 
@@ -178,58 +205,56 @@ def _ended(view: View) -> bool:
     return view.state != JOINED or (view.doing == ENDED and view.wait is None)
 
 
-def _circle(edges: Mapping[int, set[int]]) -> list[int]:
+def _circle(edges: Waits) -> list[Who]:
     """Ranks each of which waits for the next, the last for the first; [] when there are none."""
-    over: set[int] = set()
+    over: set[Who] = set()
     for start in sorted(edges):
-        path: list[int] = []
-        at: int | None = start
+        path: list[Who] = []
+        at: Who | None = start
         while at is not None and at not in over and at not in path:
             path.append(at)
-            at = next((rank for rank in sorted(edges.get(at, ())) if rank in edges), None)
+            at = next((who for who in sorted(edges.get(at, ())) if who in edges), None)
         if at is not None and at in path:
             return path[path.index(at) :]
         over |= set(path)
     return []
 
 
-def _unlike(steady: Mapping[int, set[int]], by_rank: Mapping[int, View]) -> list[int]:
+def _unlike(steady: Waits, by_who: Mapping[Who, View]) -> list[Who]:
     """Two ranks in one operation of a group that is not the same one: other kind or size."""
-    seen: dict[tuple[str, int], int] = {}
-    for rank in sorted(steady):
-        wait = by_rank[rank].wait
+    seen: dict[tuple[str, int], Who] = {}
+    for who in sorted(steady):
+        wait = by_who[who].wait
         assert wait is not None
         if wait.number == ANYBODY:
             continue
-        first = seen.setdefault((wait.group, wait.number), rank)
-        there = by_rank[first].wait
+        first = seen.setdefault((wait.group, wait.number), who)
+        there = by_who[first].wait
         assert there is not None
         if (there.what, there.num_bytes) != (wait.what, wait.num_bytes):
-            return [first, rank]
+            return [first, who]
     return []
 
 
 # a rank that does not wait and does not move
 
 
-def _idle(
-    views: Sequence[View], waits: Mapping[int, set[int]], limits: Limits, options: Options
-) -> Verdict | None:
+def _idle(views: Sequence[View], waits: Waits, limits: Limits, options: Options) -> Verdict | None:
     found = [
         view
         for view in views
         if view.state == JOINED
         and view.wait is None
         and view.beat_age_s < options.fresh_s
-        and (held := [o for o in _held_up(view, views, waits, options) if view.rank in waits[o.rank]])
+        and (held := [o for o in _held_up(view, views, waits, options) if view.who in waits[o.who]])
         and view.still_s >= _stillness_s(view, held, limits)
     ]
     if not found:
         return None
     worst = max(found, key=lambda view: view.still_s)
     kind = _kind_of_stillness(worst)
-    alike = tuple(view.rank for view in found if _kind_of_stillness(view) == kind)
-    return Verdict(kind, alike, _why_still(worst, kind), _others(views, waits, alike))
+    alike = [view for view in found if _kind_of_stillness(view) == kind]
+    return _verdict(kind, alike, _why_still(worst, kind), views, waits)
 
 
 def _stillness_s(view: View, held: Sequence[View], limits: Limits) -> float:
@@ -260,12 +285,11 @@ def _why_still(view: View, kind: str) -> str:
 # everybody came, and nothing moves
 
 
-def _broken(
-    here: Sequence[View], waits: Mapping[int, set[int]], limits: Limits, options: Options
-) -> Verdict | None:
+def _broken(here: Sequence[View], waits: Waits, limits: Limits, options: Options) -> Verdict | None:
     """All wait, and those for whom the others wait are together in their operation, which does not end."""
-    stands = [view for view in here if view.rank in waits and not waits[view.rank]]
-    if len(waits) < len(here) or not stands or any(_is_ours(view) for view in stands):
+    stands = [view for view in here if view.who in waits and not waits[view.who]]
+    num_workers = sum(1 for view in here if not view.serves)
+    if len(waits) < num_workers or not stands or any(_is_ours(view) for view in stands):
         return None
     dead = deadlink.dead_links(here, options.answer_s)
     least_s = limits.plain_s if dead else limits.link_s
@@ -275,8 +299,15 @@ def _broken(
     assert wait is not None
     others = _others(here, waits, ())
     if dead:
-        return Verdict(LINK, tuple(sorted((dead[0].rank, dead[0].peer))), deadlink.told(dead, here), others)
-    if wait.number == ANYBODY:
+        ends = sorted((dead[0].who, dead[0].peer))
+        ranks = tuple(end.rank for end in ends) if all(end.role == WORKER for end in ends) else ()
+        return Verdict(LINK, ranks, deadlink.told(dead, here), others)
+    hung = [v for v in asked_servers(wait.group, here) if v.still_s >= limits.link_s]
+    if hung:
+        kind = _kind_of_stillness(hung[0])
+        reason = f"every worker waits for it, in {wait.what} since {wait.for_s:.0f} s; it beats, and does nothing for them"
+        return _verdict(kind, [v for v in hung if _kind_of_stillness(v) == kind], reason, here, waits)
+    if wait.number == ANYBODY or is_for_servers(wait.group):
         return None
     reason = f"every worker waits, in {wait.what} since {wait.for_s:.0f} s, and nothing moves: a link between them is dead"
     return Verdict(LINK, (), reason, others)
@@ -289,23 +320,32 @@ def _is_ours(view: View) -> bool:
 
 def _starved(here: Sequence[View], limits: Limits) -> Verdict | None:
     """Nobody waits for anybody, but all wait for data: worth a notice, no more."""
-    starved = [v for v in here if v.doing == DATA and v.still_s >= limits.notice_s and v.wait is None]
-    if not here or len(starved) != len(here):
+    workers = [view for view in here if not view.serves]
+    starved = [v for v in workers if v.doing == DATA and v.still_s >= limits.notice_s and v.wait is None]
+    if not workers or len(starved) != len(workers):
         return None
-    worst = max(here, key=lambda view: view.still_s)
-    return Verdict(IN_DATA, tuple(v.rank for v in here), _why_still(worst, IN_DATA), stops=False)
+    worst = max(workers, key=lambda view: view.still_s)
+    return Verdict(IN_DATA, tuple(v.rank for v in workers), _why_still(worst, IN_DATA), stops=False)
 
 
 # words
 
 
-def _others(views: Sequence[View], waits: Mapping[int, set[int]], culprits: Sequence[int]) -> tuple[str, ...]:
+def _verdict(
+    kind: str, alike: Sequence[View], reason: str, views: Sequence[View], waits: Waits, *, sure: bool = False
+) -> Verdict:
+    """All of `alike`, who have one role, hold up the run in the same way."""
+    others = _others(views, waits, [view.who for view in alike])
+    return Verdict(kind, tuple(view.rank for view in alike), reason, others, sure=sure, role=alike[0].role)
+
+
+def _others(views: Sequence[View], waits: Waits, culprits: Sequence[Who]) -> tuple[str, ...]:
     lines = []
     for view in views:
-        if view.rank in waits and view.rank not in culprits and view.wait is not None:
+        if view.who in waits and view.who not in culprits and view.wait is not None:
             number = f" (number {view.wait.number})" if view.wait.number != ANYBODY else ""
             lines.append(
-                f"worker {view.rank} ({view.host}:{view.pid}) waits in {view.wait.what}{number} "
+                f"{view.who} ({view.host}:{view.pid}) waits in {view.wait.what}{number} "
                 f"since {view.wait.for_s:.0f} s" + (f" at {view.site}" if view.site else "")
             )
     return tuple(lines)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echelon.activity import COMPILING, IMPORTING, Wait
-from echelon.control.roster import JOINED
+from echelon.control.roster import JOINED, SERVER, WORKER, Who
 
 STOPPED, SILENT, UNREACHABLE = "stopped", "silent", "unreachable"
 ASLEEP, BUSY, IN_DATA = "asleep", "busy", "data"
@@ -48,7 +48,7 @@ DEFAULT = Options()
 
 @dataclass(frozen=True)
 class View:
-    """What is known of one rank. Ages are seconds before now."""
+    """What is known of one worker or server. Ages are seconds before now."""
 
     rank: int
     host: str = ""
@@ -70,6 +70,15 @@ class View:
     """R, S, D, T, … as its host's supervisor last saw it; "" when nobody looked."""
     process_age_s: float | None = None
     """Since its host's supervisor last said anything; None when it never did."""
+    role: str = WORKER
+
+    @property
+    def who(self) -> Who:
+        return Who(self.role, self.rank)
+
+    @property
+    def serves(self) -> bool:
+        return self.role == SERVER
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,12 @@ class Verdict:
     others: tuple[str, ...] = ()
     stops: bool = True
     sure: bool = False
+    role: str = WORKER
+    """Of all `ranks`."""
+
+    @property
+    def culprits(self) -> tuple[Who, ...]:
+        return tuple(Who(self.role, rank) for rank in self.ranks)
 
 
 def limit_s(median_step_s: float, options: Options) -> float:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from echelon.clock import Deadline
+from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic.hosts import Host, Seat
 from echelon.errors import EchelonError
 from echelon.events import (
@@ -50,8 +51,8 @@ class Crew:
     def __init__(self, num_hosts: int = 1, me: Me | None = None, join_timeout_s: float = JOIN_S) -> None:
         self.num_hosts, self.me, self.join_timeout_s = num_hosts, me, join_timeout_s
         self.seats: tuple[Seat, ...] = ()
-        self.ends: dict[int, ProcessEnded] = {}
-        """How workers of other hosts ended, as their supervisors told it."""
+        self.ends: dict[Who, ProcessEnded] = {}
+        """How workers and servers of other hosts ended, as their supervisors told it."""
 
         self.invitation: list[str] = []
         """What to type on the other hosts; said once the token's file is there."""
@@ -117,19 +118,21 @@ class Crew:
         process = folder.processes.get((event.role, rank))
         if isinstance(event, ProcessStarted) or process is None:
             process = Process(event.role, rank, event.host, event.pid, event.time, elsewhere=True)
+        if isinstance(event, ProcessStarted):
+            process.incarnation = event.incarnation
         if isinstance(event, ProcessEnded):
             process.code, process.ended = event.code, event.time
-            if event.role == "worker":
-                self.ends[rank] = event
+            if event.role in (WORKER, SERVER):
+                self.ends[Who(event.role, rank)] = event
         folder.put(process)
 
-    def host_of(self, rank: int) -> str:
-        """The name of the host where worker `rank` runs; "" when that is not known."""
-        return next((seat.name for seat in self.seats if rank in seat.ranks), "")
+    def host_of(self, who: Who) -> str:
+        """The name of the host where `who` runs; "" when that is not known."""
+        return next((seat.name for seat in self.seats if seat.holds(who)), "")
 
-    def on_host(self, rank: int) -> str:
+    def on_host(self, who: Who) -> str:
         """` on h1` for messages; "" when there is one host."""
-        return f" on {self.host_of(rank)}" if self.host_of(rank) else ""
+        return f" on {self.host_of(who)}" if self.host_of(who) else ""
 
     def all_gone(self) -> bool:
         """Has every other host ended what it had?"""
@@ -154,6 +157,8 @@ def _reason(event: Event) -> Stop | None:
     """Why the run is to end after this event, if it is."""
     if isinstance(event, HostLost):
         workers = f"worker{'s' * (len(event.ranks) != 1)} {spell_ranks(event.ranks)}"
+        if event.servers:
+            workers += f" and server{'s' * (len(event.servers) != 1)} {spell_ranks(event.servers)}"
         return Stop(
             137, f"host {event.host} ({event.address}) is gone, and {workers} with it: {event.reason}"
         )
@@ -165,11 +170,17 @@ def _reason(event: Event) -> Stop | None:
 
 
 def _is_far(event: ProcessStarted | ProcessEnded, plan: Plan) -> bool:
-    return event.rank not in plan.ranks if event.role == "worker" else event.rank != plan.index
+    if event.role in (WORKER, SERVER):
+        return not plan.is_here(Who(event.role, event.rank or 0))
+    return event.rank != plan.index
 
 
 def seats_line(seats: Sequence[Seat]) -> str:
-    return "hosts: " + " · ".join(f"{seat} runs {spell_ranks(seat.ranks)}" for seat in seats)
+    def runs(seat: Seat) -> str:
+        servers = f" and server {spell_ranks(seat.servers)}" if seat.num_servers else ""
+        return f"{seat} runs {spell_ranks(seat.ranks)}{servers}"
+
+    return "hosts: " + " · ".join(map(runs, seats))
 
 
 def _lines(remedy: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from echelon.control.roster import SERVER
 from echelon.launch import lastwords
 from echelon.launch.blame import Verdict
 from echelon.launch.streams import tail
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 def finish(run: Supervisor) -> int:
     """Says how it ended, the first failure last, and writes it down."""
     verdict = run.verdict()
-    told = [failed.traceback for failed in run.failures]
+    told = [failed.traceback for failed in run.ends.failures]
     if run.stop is None and verdict is not None and verdict.failed is None:
-        told += tail(run.folder.log("worker", verdict.rank))  # the block shows it
+        told += tail(run.folder.log(verdict.role, verdict.rank))  # the block shows it
     run.streams.finish(told)
     code, progress = run.code(), run.display.progress
     _close(run, code)
@@ -40,22 +41,26 @@ def finish(run: Supervisor) -> int:
     elif verdict is not None:
         run.display.say(*_block(run, verdict))
     else:
-        memory = {rank: end.peak_rss_bytes for rank, end in run.exits.items()}
+        memory = {rank: end.peak_rss_bytes for rank, end in run.ends.workers.items()}
         wall_s = time.monotonic() - run.started
+        servers = {rank: end.peak_rss_bytes for rank, end in run.ends.servers.items()}
         run.display.say(*summary(progress, name=run.plan.name, run_dir=run.folder.path, wall_s=wall_s,
-                                  memory=memory))  # fmt: skip
+                                  memory=memory, servers=servers))  # fmt: skip
     return code
 
 
 def _block(run: Supervisor, verdict: Verdict) -> list[str]:
-    rank, log, style = verdict.rank, run.folder.log("worker", verdict.rank), run.display.styled
-    beat = run.display.progress.beats.get(rank)
-    step = beat.step if beat is not None else 0
-    if rank not in run.plan.ranks:
-        end, host = run.crew.ends.get(rank), run.crew.host_of(rank)
+    who, log, style = verdict.who, run.folder.log(*verdict.who), run.display.styled
+    progress = run.display.progress
+    beat = progress.beats.get(who.rank)
+    step = progress.step if who.role == SERVER else beat.step if beat is not None else 0
+    if not run.plan.is_here(who):
+        end, host = run.crew.ends.get(who), run.crew.host_of(who)
         return lastwords.far(verdict, end, host=host, step=step, log=log, style=style)
     silent = verdict.exit if verdict.failed is None else None
-    because = lastwords.why(silent, run.cgroups.get(rank, ""), run.memory)
+    because = lastwords.why(silent, run.cgroups.get(who, ""), run.memory)
+    if who.role == SERVER:
+        because = f"Its pid was {run.folder.processes[who].pid}. {because}".strip()
     return lastwords.here(verdict, host=run.plan.host, step=step, log=log, because=because, style=style)
 
 

@@ -1,6 +1,6 @@
 """A further host's supervisor: the same as the first's, but somebody else's coordinator, and somebody else decides the end.
 
-It starts its share of the workers under a guard of its own, tells how they fare, and ends them when the run is over:
+It starts its share of the workers and servers under a guard of its own, tells how they fare, and ends them when the run is over:
 because the first host says so, because the first host is gone, or because somebody asked this one.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from echelon.clock import Deadline
 from echelon.control import token as tokens
+from echelon.control.roster import Who
 from echelon.events import Event, Failed, HostAsked, HostLeft, ProcessStarted, RunEnded, StopAsked
 from echelon.launch import lastwords
 from echelon.launch.asked import Stop
@@ -53,21 +54,18 @@ class JoinedSupervisor(Supervisor):
     def _on_event(self, event: Event) -> None:
         """Of all that the run tells, only its failure and its end matter here: the first host shows the rest."""
         if isinstance(event, Failed):
-            self.failures.append(event)
+            self.ends.failures.append(event)
             self.streams.failing()
         elif isinstance(event, StopAsked):
             self.preempting.hear(event)
         elif isinstance(event, RunEnded) and self.over is None:
             self.over = event
 
-    def _last_words(self, end: Exit) -> dict[str, Any]:
+    def _last_words(self, who: Who, end: Exit) -> dict[str, Any]:
         """The first host cannot look here: why, and the end of the log, travel along."""
-        if end.code == 0 or end.ours:
+        if not end.failed or end.ours:
             return {}
-        log, why = (
-            self.folder.log("worker", end.rank),
-            lastwords.why(end, self.cgroups.get(end.rank, ""), self.memory),
-        )
+        log, why = self.folder.log(*who), lastwords.why(end, self.cgroups.get(who, ""), self.memory)
         return {"cause": why, "log": str(log), "log_tail": tail(log)}
 
     def _settle(self, now: float) -> None:
@@ -85,7 +83,11 @@ class JoinedSupervisor(Supervisor):
             if now - asked_since < ASK_S and self.asked.times < 2:
                 return
         self.ending_since = self.ending_since or time.monotonic()
-        self._end_tree()
+        if self._rest_gone():
+            self._end_tree()  # otherwise _decide waits for the servers here, which were sent home
+
+    def _rest_gone(self) -> bool:
+        return self.ends.servers_left(self.code(), self.plan.servers)
 
     def _ask(self) -> float:
         """Asks the first host, once, to end the run; gives when that was."""
@@ -101,7 +103,7 @@ class JoinedSupervisor(Supervisor):
 
     def _finish(self) -> int:
         """Everything here is gone: says so to the first host, and how it went to the person here."""
-        self.streams.finish([failed.traceback for failed in self.failures])
+        self.streams.finish([failed.traceback for failed in self.ends.failures])
         self.lifeline.close()
         if self.stop is not None and self.over is None and self.asked_since is None:
             self._ask()  # such as after the death of the guard here: nothing is left to wait for
@@ -129,5 +131,5 @@ class JoinedSupervisor(Supervisor):
         verdict = self.verdict()
         if self.over.reason:
             return fold(f"  {self.over.reason}")
-        who = [f"  worker {verdict.rank}: {verdict.reason}"] if verdict is not None else []
+        who = [f"  {verdict.who}: {verdict.reason}"] if verdict is not None else []
         return [*who, f"  the first host ({self._first}) shows the whole of it"]

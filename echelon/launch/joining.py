@@ -68,11 +68,11 @@ def _work(
     folder.logs.mkdir(parents=True, exist_ok=True)
     grace_s = float(description.get("grace_s", 30.0))
     plan = make_plan(job, description["name"], folder.path, coordinator, grace_s).seated(seat)
-    ranks = f"worker{'s' * (len(seat.ranks) != 1)} {spell_ranks(seat.ranks)}"
+    ranks = f"worker{'s' * (len(seat.ranks) != 1)} {spell_ranks(seat.ranks)} of {plan.num_workers}"
+    if seat.num_servers:
+        ranks += f" · server{'s' * (seat.num_servers != 1)} {spell_ranks(seat.servers)} of {plan.num_servers}"
     display.say(
-        *fold(
-            f"host {seat.index} of the run: {ranks} of {plan.num_workers} · {plan.threads_sentence} · logs in {folder.logs}"
-        )
+        *fold(f"host {seat.index} of the run: {ranks} · {plan.threads_sentence} · logs in {folder.logs}")
     )
     return JoinedSupervisor(plan, folder, display, token, f"{description['host']}, {coordinator}").run()
 
@@ -152,6 +152,7 @@ def _agree(wire: Client, me: Me, description: dict[str, Any]) -> Job:
         tuple(description["args"]),
         bool(description["module"]),
         description["num_workers"],
+        int(description.get("num_servers", 0)),
     )
     folders = list(dict.fromkeys([Path.cwd(), Path(str(description["cwd"]))]))
     there = {folder: sameness.sha256(sameness.file_of(job, folder)) for folder in folders}

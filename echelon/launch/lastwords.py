@@ -1,4 +1,4 @@
-"""What is told last about a worker that failed first, here or on another host."""
+"""What is told last about a worker or server that failed first, here or on another host."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.clock import Deadline
 from echelon.control.member import Member
+from echelon.control.roster import OVER, Who
 from echelon.control.rpc import Client, Identity
 from echelon.env import Place
 from echelon.errors import EchelonError, WorldError
@@ -68,9 +69,14 @@ class Link:
         """An event of the supervisor's own, for everybody."""
         self._to_tell.put(event)
 
-    def died(self, rank: int, code: int) -> None:
-        """Worker `rank` is over: those who wait for it should know at once."""
-        self._to_tell.put(("died", {"rank": rank, "code": code}))
+    def died(self, who: Who, code: int, incarnation: int = 0) -> None:
+        """A worker or server is over: those who wait for it should know at once."""
+        told = {"rank": who.rank, "code": code, "role": who.role, "incarnation": incarnation}
+        self._to_tell.put(("died", told))
+
+    def dismiss(self) -> None:
+        """Servers are needed no more."""
+        self._to_tell.put(("store.set", {"key": OVER, "value": b"1"}))
 
     def ask_stop(self, reason: str) -> None:
         """The run is to stop at its next step."""

@@ -7,10 +7,13 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from echelon import env
+from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic.hosts import Seat
 
 JOIN_TIMEOUT_S = 60.0
@@ -27,11 +30,23 @@ class Job:
     args: tuple[str, ...] = ()
     module: bool = False
     num_workers: int = 1
+    num_servers: int = 0
 
-    def again(self, name: str) -> str:
-        """The command that goes on with the run of that name."""
+    def again(self, name: str, strategy: Sequence[str] = ()) -> str:
+        """The command that goes on with the run of that name; `strategy` are the options that say how it trains."""
         script = [*(["-m"] if self.module else []), self.script, *self.args]
-        return shlex.join(["echelon", "run", "--workers", str(self.num_workers), "--resume", name, *script])
+        servers = ["--servers", str(self.num_servers)] if self.num_servers else []
+        options = ["--workers", str(self.num_workers), *servers, *strategy, "--resume", name]
+        return shlex.join(["echelon", "run", *options, *script])
+
+
+def strategy_options(fields: Mapping[str, Any]) -> list[str]:
+    """What a person typed of a strategy, as options; [] for nothing. What holds a comma needs a --set of its own."""
+    spelled = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in fields.items() if k != "form"}
+    words = [*([str(fields["form"])] if "form" in fields else [])]
+    words += [f"{k}={v}" for k, v in spelled.items() if "," not in v]
+    apart = [word for k, v in spelled.items() if "," in v for word in ("--set", f"{k}={v}")]
+    return [*(["--strategy", ",".join(words)] if words else []), *apart]
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class RoleSpec:
     rank: int
     argv: tuple[str, ...]
     env: dict[str, str]
+    incarnation: int = 0
 
     @property
     def id(self) -> str:
@@ -50,7 +66,8 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """The processes of one run on this machine: workers first_rank … first_rank + num_local - 1 of num_workers."""
+    """The processes of one run on this machine: workers first_rank … first_rank + num_local - 1 of num_workers, and
+    servers first_server … first_server + num_local_servers - 1."""
 
     name: str
     run_dir: Path
@@ -72,9 +89,37 @@ class Plan:
     address: str = ""
     """This host's address among several; "" when it is alone."""
 
+    first_server: int = 0
+    num_local_servers: int = 0
+    num_server_threads: int = 1
+    again: str = ""
+    """The command that goes on with this run."""
+
     @property
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.num_local)
+
+    @property
+    def servers(self) -> range:
+        return range(self.first_server, self.first_server + self.num_local_servers)
+
+    @property
+    def num_servers(self) -> int:
+        return self.job.num_servers
+
+    @property
+    def everybody(self) -> list[Who]:
+        """All workers and servers of the run, on whatever host."""
+        workers = [Who(WORKER, rank) for rank in range(self.num_workers)]
+        return [*workers, *(Who(SERVER, rank) for rank in range(self.num_servers))]
+
+    @property
+    def mine(self) -> list[Who]:
+        """Those that run here, servers first: workers look for them."""
+        return [*(Who(SERVER, rank) for rank in self.servers), *(Who(WORKER, rank) for rank in self.ranks)]
+
+    def is_here(self, who: Who) -> bool:
+        return who.rank in (self.servers if who.role == SERVER else self.ranks)
 
     @property
     def token_file(self) -> Path:
@@ -83,19 +128,19 @@ class Plan:
 
     def seated(self, seat: Seat) -> Plan:
         """This plan with the place that a host got among several."""
-        threads, sentence = self._threads(seat.num_workers)
+        threads, of_servers, sentence = _threads_here(seat.num_workers, seat.num_servers)
         return replace(
             self, num_local=seat.num_workers, first_rank=seat.first_rank, index=seat.index, address=seat.address,
-            num_threads=threads, threads_sentence=sentence,
+            num_threads=threads, threads_sentence=sentence, num_server_threads=of_servers,
+            first_server=seat.first_server, num_local_servers=seat.num_servers,
         )  # fmt: skip
 
-    def _threads(self, num_local: int) -> tuple[int, str]:
-        return thread_plan(num_local, len(os.sched_getaffinity(0)), env.user_threads())
-
-    def worker(self, rank: int) -> RoleSpec:
-        script = (*(("-m",) if self.job.module else ()), self.job.script, *self.job.args)
-        argv = (*self._python("worker", rank), "--", *script)
-        return self._spec("worker", rank, argv, 0)
+    def role(self, who: Who, incarnation: int = 0) -> RoleSpec:
+        """A worker or server; a higher incarnation takes the place of one that ended."""
+        argv = self._python(who.role, who.rank)
+        if who.role == WORKER:
+            argv = (*argv, "--", *(("-m",) if self.job.module else ()), self.job.script, *self.job.args)
+        return self._spec(who.role, who.rank, argv, incarnation)
 
     def coordinator_role(self, incarnation: int, listen_fd: int) -> RoleSpec:
         argv = (*self._python("coordinator", 0), "--listen-fd", str(listen_fd))
@@ -108,37 +153,60 @@ class Plan:
     def _spec(self, role: str, rank: int, argv: tuple[str, ...], incarnation: int) -> RoleSpec:
         where = env.Place(
             run=self.name, run_dir=self.run_dir, role=role, rank=rank,
-            local_rank=rank - self.first_rank if role == "worker" else rank, world_size=self.num_workers,
+            local_rank=rank - {WORKER: self.first_rank, SERVER: self.first_server}.get(role, 0), world_size=self.num_workers,
             coordinator=self.coordinator, incarnation=incarnation, host=self.host, address=self.address,
         )  # fmt: skip
-        threads = None if self.threads_by_user else self.num_threads
+        threads = self.num_server_threads if role == SERVER else self.num_threads
         there, mine = (
             env.without_token(),
-            env.for_process(where, num_threads=threads, token_file=self.token_file),
+            env.for_process(
+                where, num_threads=None if self.threads_by_user else threads, token_file=self.token_file
+            ),
         )
         overlay = {key: value for key, value in mine.items() if there.get(key) != value} | _import_path()
-        return RoleSpec(role, rank, argv, overlay)
+        return RoleSpec(role, rank, argv, overlay, incarnation)
 
 
-def make_plan(job: Job, name: str, run_dir: Path, coordinator: str, grace_s: float = 30.0) -> Plan:
+def make_plan(
+    job: Job, name: str, run_dir: Path, coordinator: str, grace_s: float = 30.0, again: str = ""
+) -> Plan:
     """The plan of a host that is alone; among several, `seated` gives it its part."""
-    by_user = env.user_threads()
-    threads, sentence = thread_plan(job.num_workers, len(os.sched_getaffinity(0)), by_user)
+    threads, of_servers, sentence = _threads_here(job.num_workers, job.num_servers)
     return Plan(
         name=name, run_dir=run_dir, coordinator=coordinator, num_workers=job.num_workers,
-        num_threads=threads, threads_by_user=by_user is not None, threads_sentence=sentence,
+        num_threads=threads, threads_by_user=env.user_threads() is not None, threads_sentence=sentence,
         host=socket.gethostname().split(".")[0], job=job,
         num_local=job.num_workers, grace_s=grace_s,
+        num_local_servers=job.num_servers, num_server_threads=of_servers, again=again or job.again(name),
     )  # fmt: skip
 
 
-def thread_plan(num_workers: int, num_cores: int, set_by_user: int | None) -> tuple[int, str]:
+def _threads_here(num_workers: int, num_servers: int) -> tuple[int, int, str]:
+    """Threads of a worker, of a server, and the sentence about both, on this machine."""
+    num_cores, by_user = len(os.sched_getaffinity(0)), env.user_threads()
+    of_servers = by_user or server_threads(num_workers, num_servers, num_cores)
+    threads, sentence = thread_plan(num_workers, num_cores, by_user, num_servers)
+    return threads, of_servers, sentence
+
+
+def thread_plan(
+    num_workers: int, num_cores: int, set_by_user: int | None, num_servers: int = 0
+) -> tuple[int, str]:
     """Threads for each worker, and the sentence that says so. What the user set stays."""
     workers = f"{num_workers} worker{'s' * (num_workers != 1)}"
+    servers = f" + {num_servers} server{'s' * (num_servers != 1)}" if num_servers else ""
     if set_by_user is not None:
-        return set_by_user, f"{workers} × {_threads(set_by_user)} (OMP_NUM_THREADS)"
+        return set_by_user, f"{workers} × {_threads(set_by_user)}{servers} (OMP_NUM_THREADS)"
     threads = max(1, num_cores // num_workers)
-    return threads, f"{workers} × {_threads(threads)} on {num_cores} core{'s' * (num_cores != 1)}"
+    if servers:
+        servers += f" × {_threads(server_threads(num_workers, num_servers, num_cores))}"
+    return threads, f"{workers} × {_threads(threads)}{servers} on {num_cores} core{'s' * (num_cores != 1)}"
+
+
+def server_threads(num_workers: int, num_servers: int, num_cores: int) -> int:
+    """Threads for each server: it sums while workers compute, so it counts as one of them; workers, which compute nearly
+    all the time, keep all cores among themselves."""
+    return max(1, num_cores // (num_workers + num_servers))
 
 
 def count_gpus(dev: Path = Path("/dev")) -> int:

@@ -1,4 +1,4 @@
-"""How long the supervisor bears with a worker that holds up the run: one incident, its block, and when it ends the run."""
+"""How long the supervisor bears with a worker or server that holds up the run: one incident, its block, and when it ends the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from echelon.control.roster import Who
 from echelon.events import Configured, Event, Stuck, Unstuck
 from echelon.launch.asked import Stop
 from echelon.show.stuck import headline, stuck_block, unstuck_line
@@ -17,10 +18,10 @@ FIRST_FACTOR = 10.0
 
 
 class Patience:
-    """Feed it every event; it says what to print, and when it is time to stop. `log` names a worker's log."""
+    """Feed it every event; it says what to print, and when it is time to stop. `log` names a process's log."""
 
     def __init__(
-        self, fields: Mapping[str, Any], log: Callable[[int], str], style: Callable[[], bool]
+        self, fields: Mapping[str, Any], log: Callable[[Who], str], style: Callable[[], bool]
     ) -> None:
         self._log, self._style = log, style
         self._incident: Stuck | None = None
@@ -33,11 +34,13 @@ class Patience:
         if isinstance(event, Configured):
             self._configure(event.strategy)
         elif isinstance(event, Stuck):
-            again = self._incident is not None and (self._incident.rank, self._incident.kind) == (
+            before = self._incident
+            same = before is not None and (before.role, before.rank, before.kind) == (
+                event.role,
                 event.rank,
                 event.kind,
             )
-            if not again:
+            if not same:
                 self._since, self._due = now, now + self._patience_s(event)
             self._incident = event
             return self._block(event, self._then(event))
@@ -73,5 +76,5 @@ class Patience:
         )
 
     def _block(self, event: Stuck, then: str) -> list[str]:
-        log = self._log(event.rank) if event.rank is not None else ""
+        log = self._log(Who(event.role, event.rank)) if event.rank is not None else ""
         return stuck_block(event, log=log, then=then, style=self._style(), cwd=os.getcwd())

@@ -1,4 +1,4 @@
-"""What a host's supervisor sees of its workers' processes and they cannot say: stopped, held by the kernel, their CPU time.
+"""What a host's supervisor sees of its workers' and servers' processes and they cannot say: stopped, held by the kernel, their CPU time.
 
 A thread beside the supervisor's loop tells the coordinator once a second, and is told whose stack is wanted.
 """
@@ -22,9 +22,9 @@ MAX_LOADERS = 8
 
 
 class Seeing:
-    """Looks until close(). `pids` gives {rank: pid} of this host's workers; `member` None while not joined."""
+    """Looks until close(). `pids` gives {Who.key: pid} of this host's workers and servers; `member` None while not joined."""
 
-    def __init__(self, pids: Callable[[], dict[int, int]], member: Callable[[], Member | None]) -> None:
+    def __init__(self, pids: Callable[[], dict[str, int]], member: Callable[[], Member | None]) -> None:
         self._pids, self._member = pids, member
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="echelon-see", daemon=True)
@@ -43,11 +43,11 @@ class Seeing:
             if member is None:
                 continue
             pids = self._pids()
-            told = {str(rank): list(state) for rank, pid in pids.items() if (state := stacks.state(pid))}
+            told = {key: list(state) for key, pid in pids.items() if (state := stacks.state(pid))}
             found = {
-                rank: stack
-                for rank, whose in wanted.items()
-                if int(rank) in pids and (stack := stack_of(pids[int(rank)], whose))
+                key: stack
+                for key, whose in wanted.items()
+                if key in pids and (stack := stack_of(pids[key], whose))
             }
             try:
                 wire = wire or member.dial(Deadline.after(TELL_S))

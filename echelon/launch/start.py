@@ -21,7 +21,7 @@ from echelon.control import token as tokens
 from echelon.errors import UsageError
 from echelon.launch import again, listen, rundir, sameness
 from echelon.launch.crew import JOIN_S, Crew
-from echelon.launch.local import Job, make_plan
+from echelon.launch.local import Job, make_plan, strategy_options
 from echelon.launch.meeting import Me
 from echelon.launch.rundir import RunDir
 from echelon.show import tensorboard
@@ -94,6 +94,7 @@ def run(
     from echelon.launch.supervisor import Supervisor
 
     check_script(job)
+    strategies.require_servers(chosen, job.num_servers)
     if job.num_workers < reach.num_hosts:
         raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
                          remedy="--workers is the total of all hosts.")  # fmt: skip
@@ -106,24 +107,27 @@ def run(
     goes_on = again.choose(kept.resume, job, name, run_dir)
     with listen.open_socket(address, port) as listening:
         name, folder, record = _folder(job, goes_on, name, run_dir, now)
-        plan = make_plan(job, name, folder.path, net.spell(address, listening.getsockname()[1]), kept.grace_s)
+        plan = make_plan(job, name, folder.path, net.spell(address, listening.getsockname()[1]), kept.grace_s,
+                         job.again(name, strategy_options(set_by_user)))  # fmt: skip
         folder.write({
             "name": name, "script": job.script, "module": job.module, "args": list(job.args),
             "strategy": dataclasses.asdict(chosen), "set_by_user": set_by_user, "num_workers": job.num_workers,
-            "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
+            "num_servers": job.num_servers, "num_threads": plan.num_threads, "started": now, "host": plan.host, "python": sys.executable,
             "coordinator": plan.coordinator, "num_hosts": reach.num_hosts, "cwd": str(Path.cwd()),
             "script_sha256": sameness.sha256(sameness.file_of(job, Path.cwd())), "version": sameness.version(),
             "grace_s": kept.grace_s, "resume": goes_on.described() if goes_on is not None else None, **record,
         })  # fmt: skip
-        display = Display(num_workers=job.num_workers, host=plan.host, own_prints=False, starting=True)
+        display = Display(num_workers=job.num_workers, num_servers=job.num_servers, host=plan.host, own_prints=False,
+                          starting=True)  # fmt: skip
+        servers = f" + {job.num_servers} server{'s' * (job.num_servers != 1)}" if job.num_servers else ""
         threads = (
             plan.threads_sentence
             if reach.num_hosts == 1
-            else f"{job.num_workers} workers on {reach.num_hosts} hosts"
+            else f"{job.num_workers} workers{servers} on {reach.num_hosts} hosts"
         )
         display.say(*fold(f"run {name} · {threads} · {chosen}"))
         if reach.num_hosts > 1:  # which workers run here is known when all hosts are there
-            plan = dataclasses.replace(plan, num_local=0)
+            plan = dataclasses.replace(plan, num_local=0, num_local_servers=0)
         crew = Crew(reach.num_hosts, Me(plan.host, address), reach.join_timeout_s)
         if crew.several:
             given_out = token is not None

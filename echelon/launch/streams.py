@@ -48,6 +48,8 @@ class Streams:
     def open(self, role: str, rank: int) -> list[int]:
         """Pipes for a new process; gives the ends that it writes to (stdout, stderr), for the caller to close."""
         id = f"{role}-{rank}"
+        if role == "worker":
+            self._lines.start(rank)
         if id not in self._logs:
             self._logs[id] = self._folder.log(role, rank).open("ab", buffering=0)
         writers = []

@@ -1,10 +1,10 @@
 """The process that a person starts: it starts the others, shows what they say, and sees to it that all of it ends.
 
 The order of a run:
-    1. start: the coordinator's socket, the guard, coordinator and workers
+    1. start: the coordinator's socket, the guard, coordinator, servers and workers
     2. watch: one loop over output, exits, events and signals
     3. settle: after a first failure the others get a second to say what they know
-    4. end: the guard ends the tree; then the summary, or the first failure as the last lines
+    4. end: servers are sent home, the guard ends the tree; then the summary, or the first failure as the last lines
 """
 
 from __future__ import annotations
@@ -19,20 +19,14 @@ from typing import Any
 
 from echelon import env
 from echelon.clock import Deadline
+from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic.hosts import Seat
-from echelon.events import (
-    Event,
-    Failed,
-    ProcessEnded,
-    ProcessStarted,
-    RunEnded,
-    RunStarted,
-    Sink,
-)
-from echelon.launch import blame, cause, crew, finish, guard, lastwords
+from echelon.events import Event, Failed, ProcessEnded, ProcessStarted, RunEnded, RunStarted, Sink
+from echelon.launch import blame, cause, crew, finish, guard, lastwords, restart
 from echelon.launch.asked import Asked, Stop, Waker
 from echelon.launch.blame import Exit, Verdict
 from echelon.launch.crew import Crew
+from echelon.launch.ends import Ends
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
 from echelon.launch.meeting import Assembly
@@ -48,32 +42,24 @@ from echelon.show.progress import Display
 TICK_S = 0.1
 GRACE_S = 1.0
 END_S = 6.0
-MAX_RESTARTS = 5
 
 
 class Supervisor:
     """One run on this machine. `run()` blocks until nothing of it is left and gives its exit code."""
 
     def __init__(
-        self,
-        plan: Plan,
-        folder: RunDir,
-        listening: socket.socket | None,
-        display: Display,
-        sinks: Sequence[Sink] = (),
-        hosts: Crew | None = None,
-        token: str | None = None,
-    ) -> None:
+        self, plan: Plan, folder: RunDir, listening: socket.socket | None, display: Display, sinks: Sequence[Sink] = (),
+        hosts: Crew | None = None, token: str | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.folder, self.display = plan, folder, display
         self.listening, self.sinks = listening, sinks
         self.crew, self.token = hosts or Crew(), token
         self.selector = selectors.DefaultSelector()
         self.streams = Streams(folder, self.selector, self._screen(), plan.num_local)
-        self.exits: dict[int, Exit] = {}
-        self.failures: list[Failed] = []
-        self.cgroups: dict[int, str] = {}
+        self.ends = Ends()
+        self.cgroups: dict[Who, str] = {}
         self.stop: Stop | None = None
-        self.preempting = Preempting(plan.grace_s, plan.job.again(plan.name), self._stopping)
+        self.preempting = Preempting(plan.grace_s, plan.again, self._stopping)
         self.failing_since: float | None = None
         self.done_since: float | None = None
         self.ending_since: float | None = None
@@ -81,14 +67,10 @@ class Supervisor:
         self.workers_since: float | None = None
         self.ended = self.hurried = False
         self.asked = Asked()
-        self.patience = Patience(
-            folder.read().get("strategy", {}),
-            lambda rank: str(lastwords.short(folder.log("worker", rank))),
-            lambda: self.display.styled,
-        )
-        self.restarts = 0
-        self.restarted = 0.0
-        self.incarnation = 0
+        self.patience = Patience(folder.read().get("strategy", {}), lambda who: str(lastwords.short(folder.log(*who))),
+                                 lambda: self.display.styled)  # fmt: skip
+        self.incarnations: dict[str, int] = {}
+        self.coordinator_ends: list[float] = []
         self.waker = Waker()
 
     def run(self) -> int:
@@ -132,7 +114,8 @@ class Supervisor:
         record = self.folder.read()
         self.link.emit(
             RunStarted(name=self.plan.name, script=self.plan.job.script, strategy=str(record["set_by_user"].get("form", "allreduce")),
-                       num_workers=self.plan.num_workers, num_threads=self.plan.num_threads)
+                       num_workers=self.plan.num_workers, num_threads=self.plan.num_threads,
+                       num_servers=self.plan.num_servers)
         )  # fmt: skip
         if self.crew.several:
             self.crew.gather(self.link, self.waker.wake)
@@ -144,17 +127,17 @@ class Supervisor:
         )  # fmt: skip
         self.link = Link(place, token, self.waker.wake)
         self.link.start()
-        self.seeing = Seeing(self._worker_pids, lambda: self.link.member)
+        self.seeing = Seeing(self._pids, lambda: self.link.member)
         self.seeing.start()
 
-    def _start_coordinator(self) -> None:
+    def _start_coordinator(self, incarnation: int = 0) -> None:
         assert self.listening is not None
-        self._spawn(self.plan.coordinator_role(self.incarnation, guard.PASSED_FD), self.listening.fileno())
+        self._spawn(self.plan.coordinator_role(incarnation, guard.PASSED_FD), self.listening.fileno())
 
     def _start_workers(self) -> None:
         self.workers_since = time.monotonic()
-        for rank in self.plan.ranks:
-            self._spawn(self.plan.worker(rank))
+        for who in self.plan.mine:
+            self._spawn(self.plan.role(who))
 
     def _formed(self, seats: tuple[Seat, ...], mine: Seat) -> None:
         """All hosts are there: this one starts its part."""
@@ -166,6 +149,7 @@ class Supervisor:
         self._start_workers()
 
     def _spawn(self, spec: RoleSpec, *extra: int) -> None:
+        self.incarnations[spec.id] = spec.incarnation
         writers = self.streams.open(spec.role, spec.rank)
         self.tether.spawn(spec, [*writers, *extra])
         for writer in writers:
@@ -197,7 +181,7 @@ class Supervisor:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Failed):
-            self.failures.append(event)
+            self.ends.failures.append(event)
             self._first_failure()
         elif self.crew.several:
             self._on_host_event(event)
@@ -212,24 +196,13 @@ class Supervisor:
         stop = self.crew.take(event, self.display, self.streams, self.folder, self.plan)
         if self.ending_since is None:
             self.stop = self.stop or stop
-        if isinstance(event, ProcessEnded) and event.role == "worker" and event.rank in self.crew.ends:
-            ours = self.ending_since is not None
-            end = self.exits[event.rank] = Exit(
-                event.rank, event.code, event.time, ours, event.peak_rss_bytes
-            )
-            if event.code != 0 and not self.preempting.in_order(end):
-                self._first_failure()
+        if isinstance(event, ProcessEnded) and (who := Who(event.role, event.rank or 0)) in self.crew.ends:
+            self._note_end(who, self._end_of(*who, event.code, event.time, event.peak_rss_bytes))
 
     def _hear_guard(self) -> None:
         for message in self.tether.hear():
             if "started" in message:
-                role, _, rank = message["started"].rpartition("-")
-                self._put(role, int(rank), message["pid"], self.incarnation if role == "coordinator" else 0)
-                if role == "worker":
-                    self.cgroups[int(rank)] = cause.cgroup_of(message["pid"])
-                    self.link.emit(
-                        ProcessStarted(rank=int(rank), role=role, host=self.plan.host, pid=message["pid"])
-                    )
+                self._on_start(message["started"], message["pid"])
             elif "exited" in message:
                 self._on_exit(message)
             elif "asked" in message:
@@ -239,9 +212,19 @@ class Supervisor:
         if self.tether.gone and not self.ended:
             self.ended = True
             if self.ending_since is None:
-                self.stop = self.stop or Stop(
-                    137, "the run's guard process was killed, so everything was ended"
-                )
+                words = "the run's guard process was killed, so everything was ended"
+                self.stop = self.stop or Stop(137, words)
+
+    def _on_start(self, id: str, pid: int) -> None:
+        role, _, rank = id.rpartition("-")
+        who, incarnation = Who(role, int(rank)), self.incarnations[id]
+        self._put(*who, pid, incarnation)
+        if role in (WORKER, SERVER):
+            self.cgroups[who] = cause.cgroup_of(pid)
+            started = ProcessStarted(
+                rank=who.rank, role=role, host=self.plan.host, pid=pid, incarnation=incarnation
+            )
+            self.link.emit(started)
 
     def _on_exit(self, message: dict[str, Any]) -> None:
         role, _, text = message["exited"].rpartition("-")
@@ -253,32 +236,45 @@ class Supervisor:
         if role == "coordinator":
             self._on_coordinator_exit(code)
             return
-        peak = message["peak_rss_bytes"]
-        self.exits[rank] = Exit(rank, code, time.time(), self.ending_since is not None, peak)
+        who, end = Who(role, rank), self._end_of(role, rank, code, time.time(), message["peak_rss_bytes"])
         self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
-                                    peak_rss_bytes=peak, **self._last_words(self.exits[rank])))  # fmt: skip
-        in_order = self.preempting.in_order(self.exits[rank])
-        self.link.died(rank, 0 if in_order else code)
-        if code != 0 and not in_order:
-            self._first_failure()
+                                    peak_rss_bytes=end.peak_rss_bytes, **self._last_words(who, end)))  # fmt: skip
+        self.link.died(who, 0 if self.preempting.in_order(end) else code, process.incarnation)
+        self._note_end(who, end)
 
-    def _last_words(self, end: Exit) -> dict[str, Any]:
+    def _end_of(self, role: str, rank: int, code: int, when: float, peak: int) -> Exit:
+        ours = self.ending_since is not None
+        return Exit(rank, code, when, ours, peak, early=role == SERVER and not ours)
+
+    def _note_end(self, who: Who, end: Exit) -> None:
+        """A worker or server is over, here or elsewhere: the beginning of the end, unless it is started again."""
+        self.ends.put(who, end)
+        if end.ours or not end.failed or self.preempting.in_order(end):
+            return
+        follows = restart.after_end(who, end.code, self.folder.processes[who].incarnation)
+        if isinstance(follows, restart.GiveUp):
+            self._first_failure()
+            return
+        self.ends.forget(who)
+        if self.plan.is_here(who):
+            self._spawn(self.plan.role(who, follows.incarnation))
+
+    def _last_words(self, who: Who, end: Exit) -> dict[str, Any]:
         """What the end of a worker is told with; here, where its log lies, nothing more is needed."""
         return {}
 
     def _on_coordinator_exit(self, code: int) -> None:
         if self.ending_since is not None:
             return
-        now = time.monotonic()
-        self.restarts = self.restarts + 1 if now - self.restarted < 60.0 else 1
-        self.restarted, self.incarnation = now, self.incarnation + 1
-        if self.restarts > MAX_RESTARTS:
+        self.coordinator_ends.append(time.monotonic())
+        follows = restart.coordinator(self.coordinator_ends, self.incarnations["coordinator-0"])
+        if isinstance(follows, restart.GiveUp):
             words = tuple(tail(self.folder.log("coordinator", 0)))
             code = 1 if self.display.progress.beats else 69
-            self.stop = self.stop or Stop(code, "the coordinator ended again and again", words)
+            self.stop = self.stop or Stop(code, follows.reason, words)
             return
         self.display.say(f"the coordinator ended (exit code {code}) and is started again; training goes on")
-        self._start_coordinator()
+        self._start_coordinator(follows.incarnation)
 
     # settle
 
@@ -300,7 +296,7 @@ class Supervisor:
                 self.hurried = True
                 self.tether.end(0.0)
             if self.tree_ending_since is None:
-                if self.hurried or self.crew.all_gone() or now - self.ending_since > crew.WAIT_S:
+                if self.hurried or self._rest_gone() or now - self.ending_since > crew.WAIT_S:
                     self._end_tree()
                 return
             self.ended = self.ended or now - self.tree_ending_since > END_S
@@ -313,11 +309,11 @@ class Supervisor:
     def _settle(self, now: float) -> None:
         """Ends the run when it is over or has failed, as far as this host decides that."""
         if self.failing_since is not None:
-            if now - self.failing_since >= blame.settle_s(self.exits, self.failures, self.plan.num_workers):
+            if now - self.failing_since >= self.ends.settle_s(self.plan.num_workers):
                 self._end()
-        elif stop := self.preempting.verdict(self.exits, self.plan.num_workers, now):
+        elif stop := self.preempting.verdict(self.ends.workers, self.plan.num_workers, now):
             self.stop = stop
-        elif len(self.exits) == self.plan.num_workers:
+        elif len(self.ends.workers) == self.plan.num_workers:
             self.done_since = self.done_since or now
             if (
                 len(self.display.progress.left) == self.plan.num_workers
@@ -342,13 +338,13 @@ class Supervisor:
             self.display.say(*fold(words))
 
     def _check_formed(self) -> None:
-        here = {*self.display.progress.beats, *self.exits}
-        missing = [rank for rank in range(self.plan.num_workers) if rank not in here]
+        here = self.display.progress.heard | self.ends.everybody
+        missing = [who for who in self.plan.everybody if who not in here]
         if missing:
-            names = ", ".join(f"{rank}{self.crew.on_host(rank)}" for rank in missing)
-            words = tuple(tail(self.folder.log("worker", missing[0])))
+            names = ", ".join(f"{who}{self.crew.on_host(who)}" for who in missing)
+            words = tuple(tail(self.folder.log(*missing[0])))
             self.stop = Stop(
-                69, f"the world did not form: no word from worker {names} in {JOIN_TIMEOUT_S:g} s", words
+                69, f"the world did not form: no word from {names} in {JOIN_TIMEOUT_S:g} s", words
             )
 
     # end
@@ -356,11 +352,17 @@ class Supervisor:
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
         self.seeing.close()
+        if self.plan.num_servers:
+            self.link.dismiss()
         self.link.emit(RunEnded(code=self.code(), reason=self.stop.reason if self.stop is not None else ""))
         if self.stop is not None and self.workers_since is None:
             self.link.cancel(self.stop.reason, self.stop.code)
-        if self.crew.all_gone():
+        if self._rest_gone():
             self._end_tree()  # otherwise the others must hear of it first: _decide waits for them
+
+    def _rest_gone(self) -> bool:
+        """Have the other hosts, and the servers of a run that ended in good order, left by themselves?"""
+        return self.crew.all_gone() and self.ends.servers_left(self.code(), range(self.plan.num_servers))
 
     def _end_tree(self) -> None:
         self.tree_ending_since = time.monotonic()
@@ -373,7 +375,7 @@ class Supervisor:
         return finish.finish(self)
 
     def verdict(self) -> Verdict | None:
-        return blame.judge(self.exits, self.failures)
+        return self.ends.verdict()
 
     def code(self) -> int:
         if self.stop is not None:
@@ -381,13 +383,13 @@ class Supervisor:
         verdict = self.verdict()
         return verdict.code if verdict is not None else 0
 
-    def _worker_pids(self) -> dict[int, int]:
-        processes = list(self.folder.processes.items())
-        mine = self.plan.ranks
+    def _pids(self) -> dict[str, int]:
+        """Of the workers and servers that run here, for Seeing."""
+        processes = dict(self.folder.processes)
         return {
-            rank: p.pid
-            for (role, rank), p in processes
-            if role == "worker" and p.code is None and rank in mine
+            who.key: p.pid
+            for who in self.plan.mine
+            if (p := processes.get(who)) is not None and p.code is None
         }
 
     def _put(self, role: str, rank: int, pid: int, incarnation: int = 0) -> None:

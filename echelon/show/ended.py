@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from echelon.control.roster import WORKER
 from echelon.launch.blame import Verdict
 from echelon.show.lines import COLUMNS, spell_ranks
 
@@ -18,7 +19,7 @@ def failure_block(
 ) -> list[str]:
     """The block to print last. `step` is the worker's last known one; `log_tail` stands in when it left no traceback."""
     failed = verdict.failed
-    where = f"worker {verdict.rank} on {failed.host if failed is not None else host}"
+    where = f"{verdict.who} on {failed.host if failed is not None else host}"
     step = failed.step if failed is not None and failed.step else step
     lines = [
         "",
@@ -35,10 +36,12 @@ def failure_block(
     lines.append(f"log: {log} ({where}{f', step {step}' if step else ''})")
     if verdict.also:
         lines.append(
-            _others(verdict.also, "failed by themselves" if len(verdict.also) > 1 else "failed by itself")
+            _others(
+                verdict, verdict.also, "failed by themselves" if len(verdict.also) > 1 else "failed by itself"
+            )
         )
     if verdict.consequences:
-        lines.append(_others(verdict.consequences, "failed as a consequence"))
+        lines.append(_others(verdict, verdict.consequences, "failed as a consequence"))
     return lines
 
 
@@ -58,7 +61,8 @@ def _what(verdict: Verdict) -> str:
                 return f"was killed by {signal.Signals(number).name} (signal {number})"
             except ValueError:
                 return f"was killed by signal {number}"
-        return f"ended with exit code {verdict.exit.code}"
+        early = " while it was still needed" if verdict.exit.early else ""
+        return f"ended with exit code {verdict.exit.code}{early}"
     return "failed"
 
 
@@ -71,8 +75,9 @@ def _words(verdict: Verdict, log_tail: Sequence[str]) -> str:
     return f": {last}" if last and not last.startswith(" ") else " and left no exception"
 
 
-def _others(ranks: Sequence[int], what: str) -> str:
-    return f"{len(ranks)} other worker{'s' * (len(ranks) != 1)} {what} ({spell_ranks(ranks)})"
+def _others(verdict: Verdict, ranks: Sequence[int], what: str) -> str:
+    other = "other " * (verdict.role == WORKER)
+    return f"{len(ranks)} {other}worker{'s' * (len(ranks) != 1)} {what} ({spell_ranks(ranks)})"
 
 
 def _mark(text: str, style: bool) -> str:

@@ -76,6 +76,10 @@ class Collapser:
         self._partial: dict[tuple[int, str], _Partial] = {}
         self._held: list[_Held] = []
 
+    def start(self, rank: int) -> None:
+        """A worker begins; one that was over was started again."""
+        self._over.discard(rank)
+
     def feed(self, rank: int, stream: str, data: bytes) -> list[Line]:
         """Takes what a worker wrote; gives the lines that need not wait any longer."""
         partial = self._partial.setdefault((rank, stream), _Partial())

@@ -49,6 +49,7 @@ class Display:
         self,
         *,
         num_workers: int = 1,
+        num_servers: int = 0,
         host: str = "",
         out: IO[str] | None = None,
         err: IO[str] | None = None,
@@ -57,7 +58,7 @@ class Display:
         starting: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.progress = Progress(num_workers)
+        self.progress = Progress(num_workers, num_servers)
         self.broken = False
         """True when nobody reads any more (`echelon run … | head`)."""
         self.note = ""
@@ -226,12 +227,14 @@ def failed_text(event: CheckpointFailed) -> str:
 
 def starting_line(progress: Progress) -> str:
     """Who is there before the first step."""
-    here, workers = len(progress.beats), progress.num_workers
+    workers, servers = progress.num_workers, progress.num_servers
+    here, wanted = len(progress.beats) + len(progress.servers), workers + servers
     of = f"{workers} worker{'s' * (workers != 1)}"
-    if here < workers:
+    of += f" and {servers} server{'s' * (servers != 1)}" if servers else ""
+    if here < wanted:
         text = f"starting {of}…" + f" {here} {'is' if here == 1 else 'are'} here" * (here > 0)
     else:
-        text = f"{of} {'is' if workers == 1 else 'are'} here, no step yet"
+        text = f"{of} {'is' if wanted == 1 else 'are'} here, no step yet"
     return " · ".join(filter(None, [text, progress.phase and f"phase {progress.phase}"]))
 
 

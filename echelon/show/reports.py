@@ -44,22 +44,24 @@ def status(folder: RunDir) -> dict[str, Any]:
     """Everything known of a run, as values for JSON."""
     record = folder.read()
     steps: dict[int, dict[str, Any]] = {}
+    servers: dict[int, dict[str, Any]] = {}
     metrics: dict[str, float] = dict(record.get("metrics") or {})
     failures = []
     for event in _events(folder.events):
         if event.get("event") == "Beat" and event.get("rank") is not None:
             steps[event["rank"]] = event
+        elif event.get("event") == "Serving" and event.get("rank") is not None:
+            servers[event["rank"]] = event
         elif event.get("event") == "Left":
             steps.setdefault(event["rank"], {})["step"] = event["step"]
         elif event.get("event") == "Metric" and "ended" not in record:
             metrics |= event["values"]
         elif event.get("event") == "Failed":
-            failures.append(
-                {key: event[key] for key in ("rank", "host", "step", "code", "error", "consequence")}
-            )
+            told = {key: event[key] for key in ("rank", "host", "step", "code", "error", "consequence")}
+            failures.append({"role": event.get("role", "worker"), **told})
     processes = []
     for process in folder.load_processes():
-        beat = steps.get(process.rank, {}) if process.role == "worker" else {}
+        beat = {"worker": steps, "server": servers}.get(process.role, {}).get(process.rank, {})
         processes.append({
             "role": process.role, "rank": process.rank, "host": process.host, "pid": process.pid,
             "alive": process.alive, "code": process.code, "step": beat.get("step"), "doing": beat.get("doing") or "",
@@ -71,6 +73,7 @@ def status(folder: RunDir) -> dict[str, Any]:
         "module",
         "args",
         "num_workers",
+        "num_servers",
         "num_threads",
         "set_by_user",
         "started",
@@ -109,10 +112,11 @@ def status_lines(report: dict[str, Any]) -> list[str]:
             if process["code"] is not None
             else "gone"
         )
-        step = f", step {process['step']}" if process["step"] is not None else ""
+        served = process["role"] == "server" and not process["step"]
+        step = f", step {process['step']}" if process["step"] is not None and not served else ""
         doing = f", {process['doing']}" if process["doing"] and process["alive"] else ""
         lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}")
-    lines += [f"  worker {f['rank']} failed at step {f['step']}: {f['error']}"
+    lines += [f"  {f['role']} {f['rank']} failed at step {f['step']}: {f['error']}"
               for f in report["failures"] if not f["consequence"]]  # fmt: skip
     return lines
 

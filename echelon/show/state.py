@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from echelon.events import Beat, Event, Failed, Left, Logged, Metric, PhaseChanged
+from echelon.control.roster import SERVER, WORKER, Who
+from echelon.events import Beat, Event, Failed, Left, Logged, Metric, PhaseChanged, Serving
 
 RECENT_S = 10.0
 PARTS = ("data", "forward", "backward", "waiting")
@@ -50,10 +51,12 @@ class Progress:
     """The run so far. `num_workers` decides whether one worker's log is already the average."""
 
     num_workers: int = 1
+    num_servers: int = 0
     step: int = 0
     epoch: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
+    servers: dict[int, Serving] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     phase: str = ""
@@ -76,11 +79,18 @@ class Progress:
         elif isinstance(event, Left):
             self.left[rank] = event.step
             self.step = max(self.step, event.step)
-        elif isinstance(event, Failed):
+        elif isinstance(event, Serving):
+            self.servers[rank] = event
+        elif isinstance(event, Failed) and event.role == WORKER:
             self.failed.setdefault(rank, event)
         elif isinstance(event, PhaseChanged):
             share = f" {event.share:.0%}" if event.share is not None else ""
             self.phase = "" if event.state == "over" else f"{event.name}{share}"
+
+    @property
+    def heard(self) -> set[Who]:
+        """The workers and servers that ever beat."""
+        return {Who(WORKER, rank) for rank in self.beats} | {Who(SERVER, rank) for rank in self.servers}
 
     @property
     def samples(self) -> int:

@@ -1,4 +1,4 @@
-"""What a person reads when a worker holds up the run: who, where, for how long, and what the others wait in. Pure."""
+"""What a person reads when a worker or server holds up the run: who, where, for how long, and what the others wait in. Pure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def stuck_block(event: Stuck, *, log: str, then: str, style: bool, cwd: str) -> 
             lines += _wrap(other.replace(cwd + os.sep, ""), "    ", "      ")
         lines += [f"    … and {more} more"] if more > 0 else []
     if event.rank is not None:
-        lines.append(_cut(f"log: {log} (worker {event.rank} on {event.host}, step {event.step})"))
+        lines.append(_cut(f"log: {log} ({event.role} {event.rank} on {event.host}, step {event.step})"))
     return [*lines, *_wrap(then, "")]
 
 
 def unstuck_line(event: Unstuck) -> str:
-    who = f"worker {event.rank}" if event.rank is not None else "the run"
+    who = f"{event.role} {event.rank}" if event.rank is not None else "the run"
     return f"{who} goes on, {event.after_s:.0f} s after the alarm"
 
 
@@ -57,7 +57,7 @@ def _head(event: Stuck) -> str:
         if event.kind == "link" and len(event.ranks) == 2:
             who, words = f"workers {event.ranks[0]} and {event.ranks[1]}", "do not reach each other"
         return f"stuck ({event.kind}): {who} {words}{step}"
-    who = f"worker {event.rank} on {event.host} (pid {event.pid})"
+    who = f"{event.role} {event.rank} on {event.host} (pid {event.pid})"
     more = (
         f"; so {'does' if len(event.ranks) == 2 else 'do'} {spell_ranks(event.ranks[1:])}"
         if event.ranks[1:]

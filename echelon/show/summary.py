@@ -14,9 +14,10 @@ MAX_RANKS = 8
 
 
 def summary(
-    progress: Progress, *, name: str, run_dir: Path, wall_s: float, memory: Mapping[int, int]
-) -> list[str]:
-    """The lines of the end of run `name`; `memory` is each worker's peak in bytes."""
+    progress: Progress, *, name: str, run_dir: Path, wall_s: float, memory: Mapping[int, int],
+    servers: Mapping[int, int] | None = None,
+) -> list[str]:  # fmt: skip
+    """The lines of the end of run `name`; `memory` is each worker's peak in bytes, `servers` each server's."""
     lines = [f"run {name} finished in {duration(wall_s)}"]
     if progress.step:
         lines.append(f"  {_work(progress)}")
@@ -24,6 +25,10 @@ def summary(
         lines += fold(f"  {_last(progress)}")
     if progress.step:
         lines += [f"  {line}" for line in [*table(progress, memory), *_traffic(progress)]]
+    if servers:
+        lines += fold(
+            "  " + " · ".join(f"server {rank}: {_memory(servers[rank])}" for rank in sorted(servers))
+        )
     return [
         *lines,
         f"  folder {short(run_dir)}",

@@ -7,6 +7,7 @@ import socket
 from echelon.activity import Wait
 from echelon.clock import FakeClock
 from echelon.control.links import MAX_LINKS, Links
+from echelon.control.roster import Who
 from echelon.elastic.deadlink import Dead, dead_links, told
 from echelon.elastic.views import View
 
@@ -73,8 +74,11 @@ def test_each_pair_is_told_once_with_the_longest_first():
 
     views = [view(1, r2=7.0, r3=9.0), view(2, r1=8.0), view(3, r1=1.0)]
     found = dead_links(views, 5.0)
-    assert found == [Dead(1, 3, "10.0.0.3", 9.0), Dead(2, 1, "10.0.0.1", 8.0)]
+    assert found == [
+        Dead(Who("worker", 1), Who("worker", 3), "10.0.0.3", 9.0),
+        Dead(Who("worker", 2), Who("worker", 1), "10.0.0.1", 8.0),
+    ]
     assert told(found, views) == (
         "worker 1 on h1 (pid 11) gets no answer from worker 3 on h3 (pid 13) at 10.0.0.3 since 9 s, while both reach the "
-        "coordinator: the link between them is dead, or a firewall drops their packets; so it is between workers 2 and 1"
+        "coordinator: the link between them is dead, or a firewall drops their packets; so it is between worker 2 and worker 1"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from echelon import strategy
 from echelon.errors import StrategyError
-from echelon.strategy import Strategy
+from echelon.strategy import Strategy, merge, parse, require_built, require_servers, require_whole
 
 
 def test_string_toml_and_python_are_the_same(tmp_path):
@@ -63,7 +63,9 @@ def test_mistakes_teach(text, said):
 @pytest.mark.parametrize(
     "text",
     [
-        "ps",
+        "ps,update=async",
+        "ps,replicas=1",
+        "ps,backup=1",
         "sharded",
         "tensor=2",
         "pipeline=2",
@@ -84,3 +86,30 @@ def test_every_field_has_a_sentence():
     for field, after in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign):
             assert isinstance(after, ast.Expr), f"{field.target.id} has no sentence"
+
+
+@pytest.mark.case("ps and servers go together")
+@pytest.mark.parametrize(
+    ("text", "num_servers", "wrong"),
+    [
+        ("ps", 1, ""),
+        ("ps,apply=server", 3, ""),
+        ("allreduce", 0, ""),
+        ("ps", 0, "needs parameter servers"),
+        ("", 2, "--servers 2 goes with the strategy ps"),
+    ],
+)
+def test_ps_and_servers_go_together(text, num_servers, wrong):
+    chosen = merge(parse(text))
+    require_built(chosen)
+    if wrong:
+        with pytest.raises(StrategyError, match=wrong):
+            require_servers(chosen, num_servers)
+    else:
+        require_servers(chosen, num_servers)
+
+
+def test_a_server_applies_only_where_there_is_one():
+    require_whole(merge(parse("ps,apply=server")))
+    with pytest.raises(StrategyError, match="apply=server goes with ps"):
+        require_whole(merge(parse("apply=server")))

@@ -1,0 +1,45 @@
+"""How the processes of a run ended, as a supervisor knows it, and what their scripts said: what verdicts are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from echelon.control.roster import SERVER, WORKER, Who
+from echelon.errors import PREEMPTED
+from echelon.events import Failed
+from echelon.launch import blame
+from echelon.launch.blame import Exit, Verdict
+
+IN_ORDER = (0, PREEMPTED)
+
+
+class Ends:
+    """Of all workers and servers on the first host, of its own ones on a further host."""
+
+    def __init__(self) -> None:
+        self.workers: dict[int, Exit] = {}
+        self.servers: dict[int, Exit] = {}
+        self.failures: list[Failed] = []
+
+    def put(self, who: Who, end: Exit) -> None:
+        (self.servers if who.role == SERVER else self.workers)[who.rank] = end
+
+    def forget(self, who: Who) -> None:
+        """It is started again: how it ended counts no more."""
+        (self.servers if who.role == SERVER else self.workers).pop(who.rank, None)
+        self.failures = [f for f in self.failures if (f.role, f.rank) != tuple(who)]
+
+    @property
+    def everybody(self) -> set[Who]:
+        return {Who(WORKER, rank) for rank in self.workers} | {Who(SERVER, rank) for rank in self.servers}
+
+    def verdict(self) -> Verdict | None:
+        return blame.judge(self.workers, self.failures, self.servers)
+
+    def settle_s(self, num_workers: int) -> float:
+        return blame.settle_s(self.workers, self.failures, num_workers, self.servers)
+
+    def servers_left(self, code: int, awaited: Iterable[int]) -> bool:
+        """Need the servers `awaited` no more time? In a run that ended in good order they are sent home and leave by
+        themselves; in any other they have nothing to keep."""
+        return code not in IN_ORDER or set(awaited) <= self.servers.keys()

@@ -1,0 +1,48 @@
+"""What is started again after it ended: the coordinator, within a budget. Pure; this is the one place that decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echelon.control.roster import Who
+
+MAX_RESTARTS = 5
+"""In a row, each within WINDOW_S of the one before."""
+
+WINDOW_S = 60.0
+
+
+@dataclass(frozen=True)
+class Again:
+    """Start it again, in the same seat, as this incarnation."""
+
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """It stays away: for a worker or server that is the end of the run."""
+
+    reason: str
+
+
+def after_end(who: Who, code: int, incarnation: int) -> Again | GiveUp:
+    """A worker or server of the run ended with `code` and nobody had asked it to.
+
+    This version starts neither again: what they held is gone, and only a copy of it could take the seat.
+    """
+    return GiveUp(f"{who} ended (exit code {code}), and nothing has a copy of what it held")
+
+
+def coordinator(ends: Sequence[float], incarnation: int) -> Again | GiveUp:
+    """The coordinator ended at these times, the last just now. It holds nothing that its journal does not have."""
+    in_a_row = 1
+    for before, after in zip(ends[-2::-1], ends[:0:-1], strict=True):
+        if after - before >= WINDOW_S:
+            break
+        in_a_row += 1
+    if in_a_row > MAX_RESTARTS:
+        return GiveUp("the coordinator ended again and again")
+    return Again(incarnation + 1, "its journal has all it knew")

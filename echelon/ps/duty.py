@@ -1,0 +1,58 @@
+"""What the process of a parameter server does, from its seat to the end of the run: the wiring point of the server's side.
+
+The process has joined and beats before `serve` is called. It stays until the first host's supervisor says, through the run's
+table, that servers are needed no more: the workers may still read from it while they save and leave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from echelon.clock import Deadline
+from echelon.control.member import Member
+from echelon.control.roster import OVER
+from echelon.control.rpc import Client, Unreached
+from echelon.env import Place
+from echelon.errors import AuthError, WorldError
+
+POLL_S = 5.0
+"""How long one question for the end may take; the answer comes within milliseconds of it."""
+
+CALL_S = 10.0
+PAUSE_S = 0.2
+GONE_S = 60.0
+"""Without a coordinator for so long, there is no run any more."""
+
+NEVER = 1 << 53
+"""A term that does not come: what becomes of others does not end our question."""
+
+
+def serve(member: Member, place: Place) -> int:
+    """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
+    wait_until_over(member)
+    return 0
+
+
+def wait_until_over(member: Member, tick: Callable[[], None] | None = None) -> None:
+    """Blocks until the run needs no servers; `tick` is called at least every POLL_S. A coordinator that is started again
+    meanwhile is found again; WorldError when there is none for GONE_S."""
+    wire = Client(member.place.coordinator, member.token, member.identity)
+    pause, heard = threading.Event(), Deadline.after(GONE_S)
+    while not heard.passed:
+        if tick is not None:
+            tick()
+        try:
+            wire.call("store.get", Deadline.after(POLL_S + CALL_S), key=OVER, timeout_s=POLL_S, term=NEVER)
+            wire.close()
+            return
+        except Unreached:
+            pause.wait(PAUSE_S)
+        except AuthError:
+            raise
+        except WorldError:  # not yet
+            heard = Deadline.after(GONE_S)
+    raise WorldError(
+        f"the run's coordinator did not answer for {GONE_S:g} s, so this server ends",
+        remedy="The run's supervisor starts it again when it ends: look at logs/coordinator-0.log.",
+    )

@@ -1,0 +1,362 @@
+"""Parameter servers as processes of a run: started with it, watched like workers, gone with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Running, environment, segments, wait_for_nothing
+from tests.flows.netns import network
+from tests.flows.site import Site, at, ends, shown
+
+PS = ("--servers", "2", "--strategy", "ps")
+LIMIT_S = 10.0
+
+UP = """
+    import sys, time
+    print("up", flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+WAIT = """
+    from echelon import activity
+    from echelon.clock import Deadline
+    from echelon.control import member
+    me = member.current()
+    print("up", flush=True)
+    with activity.waiting("servers 1", activity.ANYBODY, "pull from server 1"):
+        me.dial().call("store.get", Deadline.after(200), key="given", timeout_s=190.0, term=me.term)
+"""
+"""Workers wait for what a server is to set, until somebody does or the server is gone."""
+
+RESET = """
+    import os, time
+    from echelon.control import member
+    me = member.current()
+    print("up", flush=True)
+    while me.servers()[1]["state"] == "joined":
+        time.sleep(0.02)
+    raise ConnectionResetError(104, "Connection reset by peer")
+"""
+
+TRAIN = """
+    import torch, echelon
+    run = echelon.init(%s)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.ones(32, 4), torch.zeros(32, dtype=torch.long))
+    model, optimizer, loader = run.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
+    for x, y in loader:
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("steps", run.global_step, flush=True)
+"""
+
+
+def up(running: Running) -> None:
+    """All workers and both servers are there and have joined."""
+    running.until(lambda: running.shows("up (×2)") or (running.shows("0] up") and running.shows("1] up")))
+    events = running.run_dir / "events.jsonl"
+
+    def joined() -> bool:
+        text = events.read_text() if events.exists() else ""
+        told = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return {e["rank"] for e in told if e["event"] == "Serving"} == {0, 1}
+
+    running.until(joined)
+
+
+def processes(run_dir: Path) -> dict[tuple[str, int], dict]:
+    return {(p["role"], p["rank"]): p for p in json.loads((run_dir / "processes.json").read_text())}
+
+
+def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "echelon", *words],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.case("servers start, serve and leave with the run")
+@pytest.mark.case("a server's seat is its own")
+def test_servers_start_serve_and_leave_with_the_run(start_run, tmp_path):
+    before = segments()
+    running = start_run(UP, "2", options=PS)
+    up(running)
+    for rank in range(2):
+        pid = running.pid("server", rank)
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        assert b"server" in line
+        told = dict(
+            part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part
+        )
+        assert told["ECHELON_ROLE"] == "server"
+        assert (told["ECHELON_RANK"], told["ECHELON_LOCAL_RANK"], told["ECHELON_WORLD_SIZE"]) == (
+            str(rank),
+            str(rank),
+            "2",
+        )
+        assert "ECHELON_TOKEN" not in told
+    status = command("status", "latest", folder=tmp_path).stdout
+    assert re.search(r"server 1 +pid \d+ +alive, serving", status), status
+    assert re.search(r"worker 1 +pid \d+ +alive", status), status
+    result = running.wait()
+    assert result.code == 0, result.err
+    wait_for_nothing(tmp_path, before, LIMIT_S)
+    assert "2 workers × 1 thread + 2 servers" in result.err or "2 servers × " in result.err
+    assert re.search(r"server 0: \d+ MiB · server 1: \d+ MiB", result.err)
+    assert {key: p["code"] for key, p in processes(result.run_dir).items() if key[0] in ("worker", "server")} == {
+        ("worker", 0): 0, ("worker", 1): 0, ("server", 0): 0, ("server", 1): 0,
+    }  # fmt: skip
+    assert (result.record["num_workers"], result.record["num_servers"]) == (2, 2)
+    beats = [e for e in result.events if e["event"] == "Beat"]
+    assert {e["rank"] for e in beats} == {0, 1}
+    assert not any("duty.py" in frame for e in beats for frame in e["stack"])
+    assert command("logs", "latest", "--role", "server", "--rank", "1", folder=tmp_path).returncode == 0
+
+
+@pytest.mark.case("coordinator restarts")
+def test_servers_outlive_a_coordinator_that_is_killed(start_run):
+    running = start_run(UP, "4", options=PS)
+    up(running)
+    running.kill("coordinator")
+    result = running.wait()
+    assert result.code == 0, result.err
+    assert "the coordinator ended (exit code 137) and is started again" in result.err
+    assert [processes(result.run_dir)["server", rank]["code"] for rank in range(2)] == [0, 0]
+
+
+@pytest.mark.case("a killed server is named")
+@pytest.mark.parametrize("script", [WAIT, RESET])
+def test_a_killed_server_is_named_and_workers_that_lost_it_are_consequences(start_run, tmp_path, script):
+    before = segments()
+    running = start_run(script, options=PS)
+    up(running)
+    pid = running.pid("server", 1)
+    running.kill("server", 1)
+    killed = time.monotonic()
+    result = running.wait()
+    print(f"over {time.monotonic() - killed:.1f} s after the kill")
+    assert result.code == 137
+    last = result.err[result.err.rindex("server 1 on") :] if "server 1 on" in result.err else result.err
+    told = re.sub(r"\s+", " ", result.err)
+    assert re.search(r"server 1 on \S+ was killed by SIGKILL \(signal 9\)", told), result.err
+    assert f"Its pid was {pid}. Somebody sent it SIGKILL" in told
+    assert "logs/server-1.log" in told
+    assert (
+        "2 workers failed as a consequence (0-1)" in last or "2 workers failed as a consequence (0-1)" in told
+    )
+    assert "Traceback" not in last
+    assert processes(result.run_dir)["server", 1]["code"] == 137
+    wait_for_nothing(tmp_path, before, LIMIT_S)
+
+
+@pytest.mark.case("a server that fails is told last")
+def test_a_server_that_fails_is_told_last_with_its_own_traceback(start_run, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+        import os, sys
+        if os.environ.get("ECHELON_ROLE") == "server" and os.environ["ECHELON_RANK"] == "0":
+            from echelon.ps import duty
+            def serve(member, place):
+                raise ValueError("this server had enough")
+            duty.serve = serve
+    """)
+    )
+    path = os.pathsep.join([str(broken), str(ROOT)])
+    result = start_run(WAIT, options=PS, env={"PYTHONPATH": path}).wait()
+    assert result.code == 1
+    assert "ValueError: this server had enough" in result.err
+    assert re.search(r"server 0 on \S+ failed: ValueError: this server had enough", result.err), result.err
+    assert "raise ValueError" in result.err
+    assert result.err.rstrip().endswith("2 workers failed as a consequence (0-1)"), result.err
+    said = command("status", "latest", folder=tmp_path).stdout
+    assert "server 0 failed at step 0: ValueError: this server had enough" in said
+
+
+@pytest.mark.case("a stopped server is named")
+def test_a_stopped_server_is_named_and_the_run_goes_on_when_it_does(start_run):
+    running = start_run(WAIT, options=(*PS, "--set", "stuck_s=60"))
+    up(running)
+    pid = running.pid("server", 1)
+    os.kill(pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    running.until(lambda: running.shows(f"(pid {pid}) is stopped"), 40)
+    assert time.monotonic() - stopped < 25
+    os.kill(pid, signal.SIGCONT)
+    running.until(lambda: running.shows("server 1 goes on"), 20)
+    running.process.send_signal(signal.SIGINT)
+    result = running.wait()
+    assert result.code == 130
+    told = re.sub(r"\s+", " ", result.err)
+    assert "stuck (stopped): server 1 on" in told
+    assert re.search(r"worker 0 \(\S+\) waits in pull from server 1 since", told)
+    assert "logs/server-1.log (server 1 on" in told
+    stuck = [e for e in result.events if e["event"] == "Stuck"]
+    assert [(e["role"], e["rank"]) for e in stuck] == [("server", 1)]
+
+
+@pytest.mark.case("servers leave nothing")
+@pytest.mark.parametrize("how", ["ctrl-c", "supervisor killed", "guard killed", "a worker fails"])
+def test_nothing_is_left_of_servers(start_run, tmp_path, how):
+    before = segments()
+    running = start_run(UP, "300", options=PS)
+    up(running)
+    if how == "ctrl-c":
+        running.process.send_signal(signal.SIGINT)
+    elif how == "supervisor killed":
+        running.process.kill()
+    elif how == "guard killed":
+        running.kill("guard")
+    else:
+        running.kill("worker", 1)
+    code = running.wait(LIMIT_S).code
+    assert code == {"ctrl-c": 130, "supervisor killed": -9}.get(how, 137)
+    wait_for_nothing(tmp_path, before, LIMIT_S)
+
+
+@pytest.mark.case("SIGTERM to a server")
+@pytest.mark.case("ps and --resume")
+def test_sigterm_to_a_server_saves_and_the_printed_command_goes_on(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    script = Path(__file__).with_name("kept.py")
+    words = [sys.executable, "-m", "echelon", "run", "--workers", "2", *PS, "--set", "keep=3", "--name", "kept", str(script),
+             str(out), "0.1"]  # fmt: skip
+    running = Running(tmp_path, words, environment(tmp_path))
+    running.run_dir = tmp_path / "runs" / "kept"
+    try:
+        running.until(lambda: running.shows("samples/s"), 60)
+        running.kill("server", 0, signal.SIGTERM)
+        result = running.wait()
+    finally:
+        running.process.kill()
+    assert result.code == 75, result.err[-3000:]
+    assert re.search(r"SIGTERM to server 0 on \S+ \(pid \d+\)", re.sub(r"\s+", " ", result.err))
+    again = (
+        next(line for line in result.err.splitlines() if "go on with" in line)
+        .partition("go on with")[2]
+        .split()
+    )
+    assert again[:8] == ["echelon", "run", "--workers", "2", *PS[:2], "--strategy", "ps,keep=3"]
+    assert [processes(running.run_dir)["server", rank]["code"] for rank in range(2)] == [0, 0]
+    done = subprocess.run(
+        [sys.executable, "-m", *again], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "goes on from step" in done.stderr
+    assert (out / "digest-0").exists()
+    assert shlex.join(again).endswith("0.1")
+
+
+AGAIN = """
+import sys
+from echelon.cli import main
+from echelon.launch import restart
+restart.after_end = lambda who, code, incarnation: restart.Again(incarnation + 1, "the test says so")
+main()
+"""
+"""The command line with another decision than this version's: whatever dies is started again."""
+
+UNTIL = """
+    import os, time
+    print("up", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.case("what is started again takes its old seat")
+@pytest.mark.parametrize("role", ["server", "worker"])
+def test_what_is_started_again_takes_its_old_seat(tmp_path, role):
+    (tmp_path / "train.py").write_text(textwrap.dedent(UNTIL))
+    words = [sys.executable, "-c", AGAIN, "run", "--workers", "2", *PS, "--name", "again", "train.py"]
+    running = Running(tmp_path, words, environment(tmp_path))
+    running.run_dir = tmp_path / "runs" / "again"
+
+    def seats() -> list[tuple[int, str]]:
+        lines = (running.run_dir / "journal.jsonl").read_text().splitlines()
+        told = [json.loads(line) for line in lines if line.endswith("}")]
+        mine = [t for t in told if t["kind"] == "member" and (t["role"], t["rank"]) == (role, 1)]
+        return [(t["incarnation"], t["state"]) for t in mine]
+
+    try:
+        up(running)
+        running.kill(role, 1)
+        running.until(lambda: seats() == [(0, "joined"), (0, "dead"), (1, "joined")])
+        (tmp_path / "go").touch()
+        result = running.wait()
+    finally:
+        running.process.kill()
+    assert result.code == 0, result.err
+    found = processes(result.run_dir)[role, 1]
+    assert (found["incarnation"], found["code"]) == (1, 0)
+
+
+@pytest.mark.case("ps in plain python")
+def test_ps_in_plain_python_trains_alone(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN % '"ps"'))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment(tmp_path), capture_output=True,
+                          text=True, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "steps 4\n"), done.stderr
+
+
+@pytest.mark.case("ps and servers go together")
+def test_a_script_that_asks_for_ps_in_a_run_without_servers_is_told_what_to_type(echelon_run):
+    result = echelon_run(TRAIN % '"ps"')
+    assert result.code == 2
+    assert "the strategy ps needs parameter servers, and this run has none" in result.err
+    assert "echelon run --workers 4 --servers 1 --strategy ps train.py" in result.err
+
+
+# several hosts
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with network(2) as made:
+        yield from at(made, tmp_path)
+
+
+@pytest.mark.case("servers on two hosts")
+def test_servers_are_dealt_over_hosts_and_leave_with_the_run(site):
+    site.script(UP)
+    first, other = site.run("3", options=("--servers", "3", "--strategy", "ps")), site.join(1)
+    assert "h0 (10.77.0.1) runs 0 and server 0-1 · h1 (10.77.0.2) runs 1 and server 2" in ends(first, 0, 60)
+    assert "server 2 of 3" in ends(other, 0)
+    found = processes(site.folder / "runs" / "it")
+    assert {rank: (found["server", rank]["host"], found["server", rank]["code"]) for rank in range(3)} == {
+        0: ("h0", 0), 1: ("h0", 0), 2: ("h1", 0),
+    }  # fmt: skip
+    logs = {path.name for path in (site.folder / "runs" / "it" / "logs").iterdir()}
+    assert {"server-0.log", "server-1.log", "server-2.log"} <= logs
+    site.wait_for_nothing()
+
+
+@pytest.mark.case("a killed server on another host")
+def test_a_server_killed_on_another_host_is_named(site):
+    site.script(WAIT)
+    first, other = site.run(options=PS), site.join(1)
+    shown(first, "up", 60)
+    first.until(lambda: first.pid("server", 1))
+    os.kill(first.pid("server", 1), signal.SIGKILL)
+    text = ends(first, 137, 30)
+    assert "server 1 on h1 was killed by SIGKILL (signal 9)" in text
+    assert re.search(r"Its pid was \d+\. Somebody sent it SIGKILL", text)
+    assert "2 workers failed as a consequence" in text
+    ends(other, 137)
+    site.wait_for_nothing()
