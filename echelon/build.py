@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -18,7 +19,10 @@ from echelon.env import Place
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
-from echelon.parallel.wire import PlainWire
+from echelon.parallel.pushpull import PushSync
+from echelon.parallel.sums import SumWire, servers_share
+from echelon.parallel.wire import PlainWire, Wire
+from echelon.ps.worker import Servers
 from echelon.strategy import Strategy, require_built, require_whole
 
 
@@ -35,6 +39,14 @@ class World:
     """Carries first weights, and the gradients of the first model; further models have groups of their own."""
     side: Group
     """Carries what scripts and norms exchange during forward and backward."""
+    servers: Servers | None = None
+    """The parameter servers of this run."""
+    worker_hosts: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        self.groups.close()
+        if self.servers is not None:
+            self.servers.close()
 
 
 def world(place: Place, strategy: Strategy, member: Member | None) -> World:
@@ -44,23 +56,37 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
-    return World(
+    made = World(
         place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make("values")
     )
+    if strategy.form == "ps" and member is not None:
+        made.servers = Servers.of_run(member, int(member.description.get("num_servers", 0)))
+        made.worker_hosts = tuple(str(seat["host"]) for seat in member.roster().values())
+    return made
 
 
 def grad_sync(
-    strategy: Strategy, params: Sequence[tuple[str, nn.Parameter, bool]], group: Group
+    strategy: Strategy,
+    params: Sequence[tuple[str, nn.Parameter, bool]],
+    group: Group,
+    world: World,
 ) -> AllReduceSync:
     """How this strategy lets the gradients of one model meet."""
     compression = coding.read(strategy.compress)
-    return AllReduceSync(
-        params,
-        group,
-        bucket_bytes=int(strategy.bucket_mib * MIB),
-        first_bucket_bytes=int(strategy.first_bucket_mib * MIB),
-        wire=CodedWire(group, compression) if compression and pays(group.size) else PlainWire(group),
-    )
+    sizes = {
+        "bucket_bytes": int(strategy.bucket_mib * MIB),
+        "first_bucket_bytes": int(strategy.first_bucket_mib * MIB),
+    }
+    if world.servers is not None and strategy.apply == "server":
+        return PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
+    wire: Wire = PlainWire(group)
+    if compression and pays(group.size):
+        wire = CodedWire(group, compression)
+    elif world.servers is not None:
+        hosts = (world.size, world.worker_hosts, world.servers.hosts)
+        share = servers_share(*hosts) if strategy.servers_share < 0 else Fraction(strategy.servers_share)
+        wire = SumWire(group, world.servers, world.servers.new_model(), share)
+    return AllReduceSync(params, group, wire=wire, **sizes)
 
 
 def cut(strategy: Strategy, world: World) -> Cut:

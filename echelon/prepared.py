@@ -121,7 +121,7 @@ class Prepared:
 
     def _add_sync(self, params: list[tuple[str, nn.Parameter, bool]]) -> Any:
         group = self.world.groups.make() if self.machine.syncs else self.world.gradients
-        sync = build.grad_sync(self.strategy, params, group)
+        sync = build.grad_sync(self.strategy, params, group, self.world)
         sync.on_uneven = self._uneven
         sync.stop_wanted = lambda: self.stop_wanted()
         sync.saves = lambda: self.saves

@@ -193,11 +193,11 @@ class Run:
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips the global gradient's norm; returns the norm before. In mid-group there is nothing to clip."""
         self.machine.finish(model.parameters())
-        return clip.clip_norm(model.parameters(), max_norm)
+        return self.machine.clip(model.parameters(), max_norm)
 
     def clip_grad_value(self, model: nn.Module, limit: float) -> None:
         self.machine.finish(model.parameters())
-        clip.clip_value(model.parameters(), limit)
+        clip.clip_value(model.parameters(), limit)  # raises where gradients are on servers
 
     def mean(self, total: Tensor, count: Any) -> Tensor:
         """total / count over the whole world and the whole accumulation group: for losses over unequal counts.
@@ -335,4 +335,4 @@ class Run:
         self.first_step.end()
         self.log_book.flush()
         self.keeping.close()
-        self.world.groups.close()
+        self.world.close()

@@ -11,6 +11,7 @@ A step is a transaction: applied everywhere or nowhere. The unit of replay is ev
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,7 +26,7 @@ from echelon.errors import LoopError
 from echelon.events import Sink, StepLost
 from echelon.loop import Counters, Rewindable, Stepping, Yielding
 from echelon.parallel.clip import clip_norm
-from echelon.parallel.gradsync import GradSync, Share
+from echelon.parallel.gradsync import GradSync, Share, applying
 from echelon.prepare.keep import Keeper
 from echelon.strategy import Strategy
 
@@ -183,8 +184,12 @@ class Machine:
         """
         if self.following():
             result = self._pass_by(optimizer, closure)
-        elif closure is not None:
+        elif closure is not None and not optimizer.elsewhere:
             result = closures.step(self, optimizer, closure)
+        elif closure is not None:  # servers know no optimizer that calls it twice
+            with torch.enable_grad():
+                result = closure()
+            self._step(optimizer)
         else:
             result = self._step(optimizer)
         if not self.scaled:
@@ -223,6 +228,8 @@ class Machine:
         for sync in optimizer.syncs:
             sync.finish()
             sync.commit(0)
+            if not sync.applies_here:
+                sync.forget()
         self.in_iteration.add(optimizer.index)
         return result
 
@@ -257,6 +264,8 @@ class Machine:
 
     def _apply(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
         self.check(optimizer)
+        if optimizer.elsewhere:
+            return self._apply_elsewhere(optimizer)
         if optimizer.index in self.in_iteration:
             optimizer.twice = True
         if len(self.optimizers) > 1 or optimizer.twice:
@@ -267,6 +276,35 @@ class Machine:
         for update in self.after_apply:
             update(optimizer)
         return result
+
+    def _apply_elsewhere(self, optimizer: Stepping) -> None:
+        """The servers step; the parameters here are the new ones afterwards."""
+        self.before_change()
+        groups = optimizer.groups()
+        outcome = merge([sync.apply(groups) for sync in optimizer.elsewhere])
+        if isinstance(outcome, Lost):
+            self.lose(outcome, optimizer)
+            return
+        optimizer.optimizer.state.clear()  # what a checkpoint fetched is of an earlier step now
+        self.count(optimizer)
+        for update in self.after_apply:
+            update(optimizer)
+
+    def clip(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Clips the global gradient's norm, wherever it is; gives the norm before."""
+        params = list(params)
+        ids = {id(p) for p in params}
+        there = [t for sync in self.syncs if sync.holds(ids) and (t := applying(sync)) is not None]
+        if not there:
+            return clip_norm(params, max_norm)
+        found = [sync.squares(params) for sync in there] if self.share.last else []
+        norm = (
+            math.sqrt(math.fsum(squares for squares, _ in found)) if all(ok for _, ok in found) else math.nan
+        )
+        factor = max_norm / (norm + 1e-6)
+        for sync in there if not factor > 1.0 else ():
+            sync.clip(params, factor)
+        return torch.tensor(norm, dtype=params[0].dtype if params else torch.float32)
 
     def check(self, optimizer: Stepping) -> None:
         """Self-checks, and the strategy's own clipping, on gradients that have met."""
@@ -281,7 +319,7 @@ class Machine:
                 "  Give both the same batch size, step once for each, or use run.mean(total, count) for each loss."
             )
         if self.strategy.clip_norm:
-            clip_norm(optimizer.params(), self.strategy.clip_norm)
+            self.clip(optimizer.params(), self.strategy.clip_norm)
 
     def count(self, optimizer: Stepping) -> None:
         self.counters.global_step = self.next_step(optimizer)

@@ -104,6 +104,9 @@ class Strategy:
     apply: Literal["worker", "server"] = "worker"
     """Who runs the optimizer under ps."""
 
+    servers_share: float = -1.0
+    """With ps and apply=worker: the part of the summing that servers take, 0 to 1; -1 takes what the hosts' links carry best."""
+
     replicas: int = 0
     """Copies of each server's state."""
 

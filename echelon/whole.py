@@ -73,6 +73,8 @@ class Whole:
 
     def holdings(self) -> list[Holding]:
         """Every tensor. Weights and optimizer state rest until the next step; buffers change in forward."""
+        for prepared in self.machine.optimizers:
+            prepared.fetch_state()
         named = [(name, param) for name, _, param in self._params()]
         names = {id(param): name for name, param in named}
         found = [self._hold(name, "value", param) for name, param in named]
@@ -165,6 +167,8 @@ class Whole:
         if saved.world_size == self.world.size:
             for sync, layout in zip(self.machine.syncs, objects["layouts"], strict=False):
                 sync.lay(layout)
+        for prepared in self.machine.optimizers:
+            prepared.load_state()
         dropped = owed.restore(self.machine.syncs, self._trained(), saved)
         if dropped and self.world.rank == 0:
             self.prepared.warn(dropped)

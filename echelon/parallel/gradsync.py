@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from echelon.comm.group import Outcome
 from echelon.parallel.wire import Wire
+from echelon.ps.recipes import Recipe
+
+Groups = Sequence[tuple[Recipe, Sequence[Tensor]]]
+"""Each parameter group's recipe and parameters."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +123,32 @@ class GradSync(Protocol):
     def refresh(self) -> None:
         """Parameters may have been frozen or thawed since; called between steps."""
         ...
+
+
+class Applying(GradSync, Protocol):
+    """A GradSync whose optimizer runs elsewhere (`applies_here` is False). Every rank calls the same in the same order."""
+
+    def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
+        """The sum of squares of the global gradient of these, and whether it is finite."""
+        ...
+
+    def clip(self, params: Iterable[Tensor], factor: float) -> None:
+        """The next step of these uses `factor` times their gradients."""
+        ...
+
+    def apply(self, groups: Groups) -> Outcome:
+        """The optimizer's step. Parameters have their new values when it gives Met."""
+        ...
+
+    def state(self, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
+        """The optimizer's state by the parameter's id. Any rank may ask, between steps."""
+        ...
+
+    def load(self, groups: Groups, state: Any) -> None:
+        """Parameters, and the optimizer's state by parameter, as rank 0 has them, count from now on."""
+        ...
+
+
+def applying(sync: GradSync) -> Applying | None:
+    """The same meeting, if its optimizer runs elsewhere."""
+    return None if sync.applies_here else cast(Applying, sync)

@@ -5,15 +5,17 @@ On the instance, because schedulers refuse a duck-typed optimizer and bypass a s
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.parallel.gradsync import GradSync
+from echelon.parallel.gradsync import Applying, GradSync, Groups, applying
 from echelon.prepare.keep import PreImage
+from echelon.ps.optimizers import recipe_of
 from echelon.step import Machine
 
 
@@ -46,6 +48,18 @@ class PreparedOptimizer:
                 sync.withdraw(prepared.params())
             prepared._inner_zero(set_to_none=set_to_none)
 
+        inner_state, inner_load = self.optimizer.state_dict, self.optimizer.load_state_dict
+
+        def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+            prepared.fetch_state()
+            return inner_state()
+
+        def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            inner_load(state_dict)
+            prepared.load_state()
+
+        self.optimizer.state_dict = types.MethodType(state_dict, self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.load_state_dict = types.MethodType(load_state_dict, self.optimizer)  # type: ignore[method-assign]
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it again
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
         self.optimizer.zero_grad = types.MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]
@@ -57,17 +71,52 @@ class PreparedOptimizer:
     def inner_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's own step, at the scaled learning rate."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        with self._scaled():
+            return self._inner_step() if closure is None else self._inner_step(closure)
+
+    @contextlib.contextmanager
+    def _scaled(self) -> Iterator[None]:
         factor = self.lr_factor(self.machine.counters.global_step) if self.lr_factor else 1.0
         if factor == 1.0:
-            return self._inner_step() if closure is None else self._inner_step(closure)
+            yield
+            return
         plain = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * factor
         try:
-            return self._inner_step() if closure is None else self._inner_step(closure)
+            yield
         finally:
             for group, lr in zip(self.optimizer.param_groups, plain, strict=True):
                 group["lr"] = lr
+
+    # -- an optimizer that runs elsewhere --------------------------------------------------------------------------
+
+    @property
+    def elsewhere(self) -> list[Applying]:
+        """Meetings whose servers run it; [] when it runs here."""
+        return [there for sync in self.syncs if (there := applying(sync)) is not None]
+
+    def groups(self) -> Groups:
+        """What a server must know of a step: each group's numbers as they are now, and its parameters."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        with self._scaled():
+            recipes = recipe_of(self.optimizer)
+        return [(r, g["params"]) for r, g in zip(recipes, self.optimizer.param_groups, strict=True)]
+
+    def fetch_state(self) -> None:
+        """The optimizer's state comes here, until the next step: for a checkpoint, or a script that asks."""
+        for sync in self.elsewhere:
+            found = sync.state(self.params())
+            for p in self.params():
+                if id(p) in found:
+                    self.optimizer.state[p] = found[id(p)]
+
+    def load_state(self) -> None:
+        """Parameters and state as they are here become the servers'."""
+        for sync in self.elsewhere:
+            sync.load(self.groups(), self.optimizer.state)
+        if self.elsewhere:
+            self.optimizer.state.clear()
 
     def keep_pre_image(self) -> None:
         if self._pre_image.state is None and self.applied == self._applied_before:

@@ -20,6 +20,7 @@ POLL_S = 5.0
 """How long one question for the end may take; the answer comes within milliseconds of it."""
 
 CALL_S = 10.0
+CLOSE_S = 5.0
 PAUSE_S = 0.2
 GONE_S = 60.0
 """Without a coordinator for so long, there is no run any more."""
@@ -30,8 +31,24 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
-    wait_until_over(member)
+    from echelon.ps.host import Host
+    from echelon.ps.session import NAME, Training
+
+    training = Training(place.world_size)
+    host = Host({NAME: training}, member.token, place.run, place.address or "127.0.0.1")
+    host.start()
+    try:
+        key, value = address_key(place.rank), host.address.encode()
+        member.call("store.set", Deadline.after(CALL_S), key=key, value=value)
+        wait_until_over(member)
+    finally:
+        host.close(Deadline.after(CLOSE_S))
     return 0
+
+
+def address_key(rank: int) -> str:
+    """Where the run's table has the address of a server."""
+    return f"ps/server/{rank}"
 
 
 def wait_until_over(member: Member, tick: Callable[[], None] | None = None) -> None:

@@ -1,0 +1,70 @@
+"""Gradients whose sum is on a server (apply=server): what stands in `.grad` between backward and step.
+
+Such a gradient has no global value here. Whoever computes with it would silently compute with a part: any operation on it raises,
+names the parameter and says what to call instead. `is None` tells, as usual, whether there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.errors import UsageError
+
+_SHOWN = {"__repr__", "__format__", "__hash__", "__dir__"}
+_ALLOWED = {
+    "shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn", "is_leaf", "names", "ndim", "size", "dim",
+    "numel", "is_cuda", "is_floating_point", "is_complex", "is_contiguous", "stride", "element_size", "__len__", "data_ptr",
+    "storage_offset", "is_quantized", "itemsize", "nbytes", "is_mkldnn", "is_meta", "_version",
+}  # fmt: skip
+"""What can be asked about a gradient without its numbers."""
+
+
+class OnServers(Tensor):
+    """Has the parameter's shape and type, and no numbers."""
+
+    echelon_name: str
+
+    @classmethod
+    def of(cls, name: str, param: Tensor) -> OnServers:
+        hollow = torch.zeros(1, dtype=param.dtype, device=param.device).expand(param.shape)
+        made = torch.Tensor._make_subclass(cls, hollow)
+        made.echelon_name = name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        asked = getattr(func, "__name__", "")
+        if asked == "__get__":
+            asked = getattr(getattr(func, "__self__", None), "__name__", "")
+        if asked in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(
+            f"the gradient of {_name(args)} is not here: with apply=server the parts of all workers meet on the servers",
+            remedy="Clip with run.clip_grad_norm(model, max_norm) or clip_norm=…; for any other work on gradients use "
+            "apply=worker, where .grad is global.",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<gradient of {self.echelon_name}, on the servers>"
+
+
+def _name(args: Any) -> str:
+    for arg in args if isinstance(args, tuple | list) else ():
+        if isinstance(arg, OnServers):
+            return f"`{arg.echelon_name}`"
+        if isinstance(arg, tuple | list):
+            found = _name(arg)
+            if found != "a parameter":
+                return found
+    return "a parameter"

@@ -1,0 +1,302 @@
+"""Push and pull as a GradSync (apply=server): gradients leave for the servers during backward, the servers run the optimizer.
+
+Buckets, weights, groups of micro-steps and the tail are those of all-reduce; what differs:
+
+1. a full bucket is pushed, in pieces to the servers that hold its parameters; the tail alone goes around among the workers
+2. `.grad` holds no numbers (elsewhere.py); a push is provisional: a further backward takes it back, adds and pushes again,
+   zero_grad takes it back
+3. apply(): every worker asks every server for the step; all get the new values
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.clock import Deadline
+from echelon.comm.group import Group, Met, Outcome, Work
+from echelon.errors import LinkLost, PeerLost, StrategyError
+from echelon.parallel import backward, tail
+from echelon.parallel.allreduce import MEETING_LIMIT_S, AllReduceSync
+from echelon.parallel.buckets import Bucket, Slot
+from echelon.parallel.elsewhere import OnServers
+from echelon.parallel.gradsync import Groups, Share
+from echelon.parallel.wire import PlainWire
+from echelon.ps.pending import Pending
+from echelon.ps.recipes import Recipe
+from echelon.ps.worker import Held, Servers, lost
+
+
+class PushWire(PlainWire):
+    """See wire.Wire: the tail's bucket goes around; the others are pushed by PushSync."""
+
+    codes = True
+
+
+class PushSync(AllReduceSync):
+    """See GradSync."""
+
+    applies_here = False
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter, bool]],
+        group: Group,
+        servers: Servers,
+        model: int,
+        **sizes: int,
+    ) -> None:
+        sparse = [name for name, _, is_sparse in params if is_sparse]
+        if sparse:
+            raise StrategyError(
+                f"`{sparse[0]}` has sparse gradients, and servers keep dense ranges",
+                remedy="Use apply=worker, or sparse=False in the embedding.",
+            )
+        self.model = model
+        self.held = Held(servers, model, [(name, p) for name, p, _ in reversed(params)], group.rank)
+        self.pushed: dict[int, list[tuple[int, int, Pending]]] = {}
+        """Bucket -> its pushes that have not been used."""
+        self.filled: set[int] = set()
+        """Slots that hold a gradient since their last step."""
+        self.changed: set[int] = set()
+        """Buckets whose content differs from what was pushed."""
+        self.versions: dict[int, int] = {}
+        self.factors: dict[int, float] = {}
+        """Slot -> what clipping multiplies its gradient with in the next step."""
+        self.failed: Outcome | None = None
+        super().__init__(params, group, wire=PushWire(group), **sizes)
+        self.order = None
+        for slot in self.slots:
+            backward.pre_hook(slot.param, partial(self._make_way, slot))
+        self.held.open()
+        self._note_versions()
+
+    # -- building --------------------------------------------------------------------------------------------------
+
+    def build(self, ordered: list[Slot]) -> None:
+        super().build(ordered)
+        self._plan()
+
+    def _plan(self) -> None:
+        self.runs = []
+        for bucket in self.buckets:
+            origin = bucket.flat.storage_offset()
+            starts = [int(s.view.storage_offset() - origin) for s in bucket.slots if s.view is not None]
+            self.runs.append(self.held.runs([s.name for s in bucket.slots], starts))
+
+    def refresh(self) -> None:
+        if not self.filled and not self.pushed:
+            super().refresh()
+
+    def _thaw(self) -> None:
+        before = len(self.buckets)
+        super()._thaw()
+        if len(self.buckets) > before:
+            for index, bucket in enumerate(self.buckets):
+                bucket.index = index
+            self._plan()
+
+    # -- a backward ------------------------------------------------------------------------------------------------
+
+    def _in_place(self) -> bool:
+        return False
+
+    def begin(self, share: Share) -> None:
+        if self.open:
+            self.open = False
+            self._reset()
+        self.share = share
+        self.met_in_micro = False
+
+    def _make_way(self, slot: Slot, grad: Tensor) -> None:
+        """Autograd would add to what stands in .grad."""
+        if isinstance(slot.param.grad, OnServers):
+            slot.param.grad = None
+
+    def _write(self, slot: Slot, param: Tensor, grad: Tensor, share: Share) -> None:
+        """The one pass over a gradient: into its bucket, on top of what is there since the last step."""
+        bucket, view = slot.bucket, slot.view
+        assert bucket is not None
+        assert view is not None
+        param.grad = None
+        first, slot.fired = not slot.fired, True
+        if share.counts or slot.pending is not None or slot.sealed is not None:
+            self._reclaim(bucket)
+            weight = share.weight * share.closing
+            if slot.index not in self.filled:
+                view.zero_() if not share.counts else view.copy_(grad).mul_(weight)
+            elif share.counts:
+                view.add_(grad, alpha=weight)
+            self.filled.add(slot.index)
+            self._add_held(slot)
+        if first:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._leave()
+
+    def _reclaim(self, bucket: Bucket) -> None:
+        """The bucket's memory is ours again, if it was pushed, and differs from what the servers have."""
+        pushes = self.pushed.pop(bucket.index, None)
+        if pushes:
+            self._safely(lambda: self.held.take_back(pushes))
+        self.changed.add(bucket.index)
+
+    def _leave(self) -> None:
+        """Full buckets leave at once, in any order: servers wait for nobody's."""
+        for bucket in self.buckets:
+            if bucket.missing == 0 and bucket.index in self.changed and bucket.tail is None:
+                self._push(bucket)
+
+    def _push(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if slot.index not in self.filled and slot.view is not None:
+                slot.view.zero_()
+        self.changed.discard(bucket.index)
+        flat = bucket.flat if bucket.flat.device.type == "cpu" else bucket.flat.cpu()
+        pushes = self._safely(lambda: self.held.push(flat, self.runs[bucket.index]))
+        self.pushed[bucket.index] = pushes or []
+
+    def _safely(self, act: Any) -> Any:
+        """A server or a worker that is gone is a value until the step."""
+        try:
+            return act()
+        except (LinkLost, PeerLost) as error:
+            self.failed = self.failed or lost(error)
+            return None
+
+    # -- the end of a backward -------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        if not self.open and (self.met_in_micro or not self.share.last):
+            return
+        late, self.open = not self.open, True
+        self._thaw()
+        for slot in self.slots:
+            if slot.pending is not None or slot.sealed is not None:
+                self._add_rest(slot)
+            elif (
+                slot.param.grad is not None
+                and not isinstance(slot.param.grad, OnServers)
+                and slot.view is not None
+            ):
+                self._write(slot, slot.param, slot.param.grad.detach(), self.share)  # the script's own
+        for bucket in self.buckets:
+            never = bucket.index not in self.pushed and bucket.tail is None
+            if bucket.index in self.changed or never:
+                self._push(bucket)
+        used = [float(s.index in self.filled) for s in self.slots]
+        tail.write(self.tail, tail.place(self.share.number, self.saves()), late, self.stop_wanted(), used)
+        began = time.perf_counter()
+        carrier = next(b for b in self.buckets if b.tail is not None)
+        work: Work = self.wire.send(carrier)
+        outcome = work.wait(Deadline.after(MEETING_LIMIT_S))
+        if isinstance(outcome, Met) and self.failed is not None:
+            outcome = self.failed
+        if isinstance(outcome, Met):
+            self._hand_back()
+        self._met(outcome, time.perf_counter() - began)
+        self._reset()
+
+    def _add_rest(self, slot: Slot) -> None:
+        """What earlier micro-steps of the group left, in a slot that got nothing in the last one."""
+        if slot.bucket is not None and slot.view is not None:
+            self._reclaim(slot.bucket)
+            if slot.index not in self.filled:
+                slot.view.zero_()
+            self.filled.add(slot.index)
+            self._add_held(slot)
+
+    def _hand_back(self) -> None:
+        self._look_around()
+        for slot, used in zip(self.slots, tail.used(self.tail), strict=True):
+            slot.param.grad = OnServers.of(slot.name, slot.param) if used > 0 else None
+
+    # -- the script's verbs ----------------------------------------------------------------------------------------
+
+    def withdraw(self, params: Iterable[Tensor]) -> None:
+        for slot in self._mine(params):
+            slot.pending = None
+            self.factors.pop(slot.index, None)
+            if isinstance(slot.param.grad, OnServers):
+                slot.param.grad = None
+            if slot.index in self.filled:
+                self.filled.discard(slot.index)
+                if slot.bucket is not None:
+                    self._reclaim(slot.bucket)
+
+    def forget(self) -> None:
+        for bucket in self.buckets:
+            self._reclaim(bucket)
+        self.filled.clear()
+        self.factors.clear()
+        self.failed = None
+        super().forget()
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
+        """The sum of squares of the global gradient of these, and whether it is finite. Every worker calls it."""
+        mine = [s for s in self._mine(params) if s.param.grad is not None]
+        found, finite = self.held.squares([s.name for s in mine]) if mine else ([], True)
+        scaled = [x * self.factors.get(s.index, 1.0) ** 2 for x, s in zip(found, mine, strict=True)]
+        return math.fsum(scaled), finite
+
+    def clip(self, params: Iterable[Tensor], factor: float) -> None:
+        """The next step of these uses `factor` times their gradients."""
+        for slot in self._mine(params):
+            self.factors[slot.index] = self.factors.get(slot.index, 1.0) * factor
+
+    def apply(self, groups: Groups) -> Outcome:
+        """The optimizer's step on the servers; these parameters have their new values when it returns Met."""
+        self._upload_changes()
+        stepping: list[tuple[Recipe, float, list[str]]] = []
+        unused: list[str] = []
+        for recipe, params in groups:
+            factors: dict[float, list[str]] = {}
+            for slot in self._mine(params):
+                if slot.param.grad is not None:
+                    factors.setdefault(self.factors.pop(slot.index, 1.0), []).append(slot.name)
+                elif slot.bucket is not None:
+                    unused.append(slot.name)
+            stepping += [(recipe, factor, names) for factor, names in factors.items()]
+        began = time.perf_counter()
+        try:
+            self.held.apply(stepping, unused)
+        except (LinkLost, PeerLost) as error:
+            return lost(error)
+        finally:
+            self.wait_s += time.perf_counter() - began
+        for _, params in groups:
+            for slot in self._mine(params):
+                self.filled.discard(slot.index)
+        for index in [i for i, pushes in self.pushed.items() if all(p.done for _, _, p in pushes)]:
+            del self.pushed[index]
+        self._note_versions()
+        return Met()
+
+    def _note_versions(self) -> None:
+        self.versions = {s.index: s.param._version for s in self.slots}
+
+    def _upload_changes(self) -> None:
+        """The script wrote into parameters itself (load_state_dict, clamping): the servers go on from there."""
+        if any(s.param._version != self.versions[s.index] for s in self.slots):
+            self.held.upload()
+
+    def state(self, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
+        """By the parameter's id: its optimizer's state, fetched from the servers."""
+        mine = self._mine(params)
+        found = self.held.state([s.name for s in mine])
+        return {id(s.param): found[s.name] for s in mine if s.name in found}
+
+    def load(self, groups: Groups, state: Any) -> None:
+        """Parameters and the optimizer's state as they are here become the servers'. Every worker calls it; worker 0's count."""
+        named = [(recipe, [s.name for s in self._mine(params)]) for recipe, params in groups]
+        names = {s.name: s.param for s in self.slots}
+        kept = {name: dict(state.get(p, {})) for name, p in names.items()}
+        self.held.load(named, kept)
+        self._note_versions()

@@ -1,0 +1,112 @@
+"""The wire of ps with apply=worker: servers sum their share of each bucket, the workers' own all-reduce the rest.
+
+Links carry least where the shares are those of ps/shares.py: with k servers on hosts of their own beside n workers, servers take
+k·2(n-1)/(n² + kn - 2k) of the elements. The workers' part goes around as it does without servers, which costs their links the
+same bytes as if each held its part of it. Both sum in the order of ranks: the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import Tensor
+
+from echelon.clock import Deadline
+from echelon.comm.group import Group, Outcome, Work, merge
+from echelon.errors import LinkLost
+from echelon.parallel.buckets import Bucket
+from echelon.parallel.wire import PlainWire
+from echelon.ps.pending import Pending
+from echelon.ps.shares import shares
+from echelon.ps.worker import Servers, lost
+
+ALIGN_BYTES = 64
+LEAST_BYTES = 64 * 1024
+"""A piece below this is not worth a message to a server."""
+
+
+def servers_share(num_workers: int, worker_hosts: Sequence[str], server_hosts: Sequence[str]) -> Fraction:
+    """The part of the summing that servers take: only those on hosts of their own count, each host once."""
+    apart = set(server_hosts) - set(worker_hosts)
+    hosts = max(1, len(set(worker_hosts)))
+    found = shares(hosts, len(apart))
+    whole = found.server * len(apart) + found.worker * hosts
+    return Fraction(found.server * len(apart), whole) if num_workers > 1 else Fraction(0)
+
+
+class SumWire(PlainWire):
+    """See wire.Wire. `share` of each bucket goes to the servers, which divide it evenly."""
+
+    def __init__(self, group: Group, servers: Servers, model: int, share: Fraction) -> None:
+        super().__init__(group)
+        self.servers, self.model, self.share = servers, model, share
+
+    def send(self, bucket: Bucket) -> Work:
+        flat = bucket.flat
+        room = flat.numel() - (bucket.tail.numel() if bucket.tail is not None else 0)
+        pieces = cut(room, flat.element_size(), self.share, len(self.servers))
+        if not pieces or flat.device.type != "cpu":
+            return super().send(bucket)
+        number = self.servers.number(self.model)
+        head = {"model": self.model, "number": number}
+        calls: list[Pending] = []
+        try:
+            for link, (begin, end) in zip(self.servers.links, pieces, strict=True):
+                piece = flat[begin:end]
+                calls.append(link.call("train.sum", head, piece, out=piece))
+        except LinkLost as error:
+            return _Over(lost(error))
+        end = pieces[-1][1]
+        self.traffic.sent_bytes += end * flat.element_size()
+        self.traffic.plain_bytes += end * flat.element_size()
+        rest = [self._rest(flat[end:])] if end < flat.numel() else []
+        return Sum(self.servers, calls, rest, end * flat.element_size())
+
+    def _rest(self, flat: Tensor) -> Work:
+        size = self.group.size
+        self.traffic.sent_bytes += 2 * (size - 1) * flat.nbytes // size
+        self.traffic.plain_bytes += 2 * (size - 1) * flat.nbytes // size
+        return self.group.all_reduce(flat)
+
+
+def cut(numel: int, itemsize: int, share: Fraction, num_servers: int) -> list[tuple[int, int]]:
+    """[begin, end) of each server's piece of the first elements, each a multiple of 64 bytes; [] if it is not worth it."""
+    step = max(1, ALIGN_BYTES // itemsize)
+    each = int(numel * share / num_servers) // step * step if num_servers else 0
+    if each * itemsize < LEAST_BYTES and share < 1:
+        return []
+    if share == 1:
+        each = max(step, -(-numel // num_servers) // step * step)
+    ends = [min(numel, each * (i + 1)) for i in range(num_servers)]
+    if share == 1:
+        ends[-1] = numel
+    pieces = list(zip([0, *ends[:-1]], ends, strict=True))
+    return pieces if all(begin < end for begin, end in pieces) else []
+
+
+@dataclass
+class Sum:
+    """A bucket under way, to the servers and among the workers."""
+
+    servers: Servers
+    calls: list[Pending]
+    rest: list[Work]
+    num_bytes: int
+    outcome: Outcome | None = None
+
+    def wait(self, deadline: Deadline) -> Outcome:
+        if self.outcome is None:
+            found = [work.wait(deadline) for work in self.rest]
+            found.append(self.servers.outcome(self.calls, "sums of gradients", self.num_bytes))
+            self.outcome = merge(found)
+        return self.outcome
+
+
+@dataclass
+class _Over:
+    outcome: Outcome
+
+    def wait(self, deadline: Deadline) -> Outcome:
+        return self.outcome

@@ -1,0 +1,187 @@
+"""What one server holds of one model: flat ranges in one memory, their optimizers' state, and what was pushed for them.
+
+A push is provisional: it counts when its optimizer steps, and can be taken back until then. Sums are taken in the order of
+ranks. Not for two threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.errors import UsageError, WireError
+from echelon.native import update
+from echelon.ps.optimizers import Range
+from echelon.ps.recipes import Recipe
+from echelon.ps.service import Request
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass
+class Push:
+    """What one worker pushed in one call; the request is answered when nothing of it is needed any more."""
+
+    request: Request
+    left: set[int]
+
+
+@dataclass
+class Arrived:
+    """What one worker pushed since its last step."""
+
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    """Key -> its gradient, in the worker's memory or in what was received."""
+    pushes: dict[int, Push] = field(default_factory=dict)
+    by_key: dict[int, int] = field(default_factory=dict)
+
+
+class Shard:
+    """`ranges` are [key, offset in bytes, elements, type]. The memory starts with rank 0's values."""
+
+    def __init__(self, ranges: Sequence[Sequence[Any]], memory: Tensor, num_workers: int) -> None:
+        self.spec = [tuple(r) for r in ranges]
+        self.memory = memory.clone()
+        self.values: dict[int, Tensor] = {}
+        for key, offset, numel, dtype in self.spec:
+            kind = DTYPES.get(dtype)
+            if kind is None or offset % 64 or offset + numel * kind.itemsize > self.memory.numel():
+                raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
+            self.values[key] = self.memory[offset : offset + numel * kind.itemsize].view(kind)
+        self.arrived = [Arrived() for _ in range(num_workers)]
+        self.ranges: dict[int, Range] = {}
+        self.sums: dict[int, Tensor] = {}
+        """Of keys whose parts were summed before their step: somebody asked for their norm."""
+        self.updates = 0
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    # -- what workers push -----------------------------------------------------------------------------------------
+
+    def push(self, rank: int, number: int, keys: Sequence[Sequence[int]], request: Request) -> None:
+        """Each tensor of the request is the gradients of some keys, one behind the other."""
+        mine = self.arrived[rank]
+        if number in mine.pushes or len(keys) != len(request.tensors):
+            raise WireError(
+                f"push {number} of worker {rank} has {len(request.tensors)} tensors for {len(keys)} keys"
+            )
+        left: set[int] = set()
+        for run, tensor in zip(keys, request.tensors, strict=True):
+            at = 0
+            for key in run:
+                value = self.values.get(key)
+                if value is None or value.dtype != tensor.dtype or at + value.numel() > tensor.numel():
+                    raise UsageError(
+                        f"worker {rank} pushed {tensor.numel()} {tensor.dtype} for range {key}, which is "
+                        + (f"{value.numel()} of {value.dtype}" if value is not None else "not held here"),
+                    )
+                if key in mine.parts:
+                    raise UsageError(f"worker {rank} pushed range {key} twice in one step")
+                mine.parts[key] = tensor.view(-1)[at : at + value.numel()]
+                mine.by_key[key] = number
+                left.add(key)
+                at += value.numel()
+        mine.pushes[number] = Push(request, left)
+
+    def take_back(self, rank: int, number: int) -> None:
+        """What was pushed in this call and has not been used does not count."""
+        mine = self.arrived[rank]
+        push = mine.pushes.get(number)
+        if push is not None:
+            for key in list(push.left):
+                self._used(rank, key)
+
+    def _used(self, rank: int, key: int) -> None:
+        mine = self.arrived[rank]
+        number = mine.by_key.pop(key)
+        del mine.parts[key]
+        self.sums.pop(key, None)
+        push = mine.pushes[number]
+        push.left.discard(key)
+        if not push.left:
+            del mine.pushes[number]
+            push.request.answer()
+
+    # -- what they ask for together --------------------------------------------------------------------------------
+
+    def total(self, key: int) -> Tensor:
+        """The sum of all workers' parts, in the order of ranks. Belongs to the shard until the next call."""
+        if key in self.sums:
+            return self.sums[key]
+        missing = [rank for rank, mine in enumerate(self.arrived) if key not in mine.parts]
+        if missing:
+            raise UsageError(
+                f"range {key} steps, and worker {', '.join(map(str, missing))} has pushed nothing for it"
+            )
+        first, *others = (mine.parts[key] for mine in self.arrived)
+        if not others:
+            return first
+        out = self._room(first)
+        torch.add(first, others[0], out=out)
+        for part in others[1:]:
+            out.add_(part)
+        return out
+
+    def _room(self, like: Tensor) -> Tensor:
+        have = self._scratch.get(like.dtype)
+        if have is None or have.numel() < like.numel():
+            have = self._scratch[like.dtype] = torch.empty(like.numel(), dtype=like.dtype)
+        return have[: like.numel()]
+
+    def squares(self, keys: Sequence[int]) -> tuple[list[float], bool]:
+        """Sums of squares of the summed gradients, one a key, and whether all are finite."""
+        found, finite = [], True
+        for key in keys:
+            if key not in self.sums:
+                total = self.total(key)
+                self.sums[key] = total if len(self.arrived) == 1 else total.clone()
+            found.append(update.sum_of_squares(self.sums[key]))
+            finite = finite and update.finite(self.sums[key])
+        return found, finite
+
+    def apply(self, groups: Sequence[tuple[Recipe, float, Sequence[int]]]) -> None:
+        """One step of each group's optimizer on its keys with the group's factor times the summed gradient."""
+        for recipe, factor, keys in groups:
+            for key in keys:
+                if key not in self.ranges:
+                    self.ranges[key] = Range(recipe, self.values[key])
+                self.ranges[key].apply(self.total(key), scale=factor, numbers=recipe)
+        self.updates += 1
+
+    def used(self, keys: Sequence[int]) -> None:
+        """What was pushed for these keys has been used, or is not wanted: it may go."""
+        for rank, mine in enumerate(self.arrived):
+            for key in keys:
+                if key in mine.parts:
+                    self._used(rank, key)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state(self, keys: Sequence[int]) -> tuple[list[list[Any]], list[Tensor]]:
+        """[key, steps, names] and the tensors of those names, of each key that has a state."""
+        told: list[list[Any]] = []
+        tensors: list[Tensor] = []
+        for key in keys:
+            held = self.ranges.get(key)
+            arrays = held.state() if held is not None else {}
+            counted = arrays.pop("step", None)
+            told.append([key, -1 if counted is None else int(counted), list(arrays), bool(arrays)])
+            tensors += arrays.values()
+        return told, tensors
+
+    def load(
+        self, recipes: Mapping[int, Recipe], told: Sequence[Sequence[Any]], tensors: Sequence[Tensor]
+    ) -> None:
+        """What state() gave, here or elsewhere. Keys that are not told of have none."""
+        for key in recipes:
+            self.ranges.pop(key, None)
+        at = 0
+        for key, steps, names, there in told:
+            arrays = dict(zip(names, tensors[at : at + len(names)], strict=True))
+            at += len(names)
+            if there:
+                held = self.ranges[key] = Range(recipes[key], self.values[key])
+                held.load({**arrays, **({"step": torch.tensor(float(steps))} if steps >= 0 else {})})

@@ -1,0 +1,60 @@
+"""Calls that belong together: one of each worker. The last one to come carries out what all of them asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+
+from echelon.errors import EchelonError, PeerLost, UsageError
+from echelon.ps.service import Request
+
+
+class Together:
+    """Gathers one request of each worker under a key. Thread-safe. After a loss nothing comes together any more."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, dict[int, Request]] = {}
+        self._lost: PeerLost | None = None
+
+    def add(self, key: Hashable, request: Request) -> list[Request] | None:
+        """All of them in the order of ranks, to whoever brings the last; None to the others. Raises once a worker is gone."""
+        rank = request.peer.rank
+        with self._lock:
+            if self._lost is not None:
+                raise again(self._lost)
+            here = self._waiting.setdefault(key, {})
+            if rank in here or not 0 <= rank < self.num_workers:
+                raise UsageError(f"worker {rank} of {self.num_workers} asked for {request.verb} {key} twice")
+            here[rank] = request
+            if len(here) < self.num_workers:
+                return None
+            del self._waiting[key]
+        return [here[r] for r in range(self.num_workers)]
+
+    def lose(self, rank: int, reason: str) -> None:
+        """A worker is gone: whoever waits for it is told."""
+        with self._lock:
+            self._lost = self._lost or PeerLost(f"worker {rank} {reason}", peers=(rank,))
+            waiting, self._waiting = [r for here in self._waiting.values() for r in here.values()], {}
+        for request in waiting:
+            if request.peer.rank != rank:
+                request.refuse(again(self._lost))
+
+    @property
+    def missing(self) -> dict[Hashable, list[int]]:
+        """What is waited for: the ranks that have not come."""
+        with self._lock:
+            return {
+                k: sorted(set(range(self.num_workers)) - here.keys()) for k, here in self._waiting.items()
+            }
+
+
+def refuse_all(requests: list[Request], error: EchelonError) -> None:
+    for request in requests:
+        request.refuse(error)
+
+
+def again(error: PeerLost) -> PeerLost:
+    return PeerLost(error.message, remedy=error.remedy, peers=error.peers)
