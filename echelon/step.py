@@ -281,7 +281,7 @@ class Machine:
         """The servers step; the parameters here are the new ones afterwards."""
         self.before_change()
         groups = optimizer.groups()
-        outcome = merge([sync.apply(groups) for sync in optimizer.elsewhere])
+        outcome = merge([sync.apply(optimizer.index, groups) for sync in optimizer.elsewhere])
         if isinstance(outcome, Lost):
             self.lose(outcome, optimizer)
             return

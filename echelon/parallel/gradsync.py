@@ -136,15 +136,15 @@ class Applying(GradSync, Protocol):
         """The next step of these uses `factor` times their gradients."""
         ...
 
-    def apply(self, groups: Groups) -> Outcome:
-        """The optimizer's step. Parameters have their new values when it gives Met."""
+    def apply(self, optimizer: int, groups: Groups) -> Outcome:
+        """The step of the optimizer of this number. Parameters have their new values when it gives Met."""
         ...
 
-    def state(self, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
+    def state(self, optimizer: int, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
         """The optimizer's state by the parameter's id. Any rank may ask, between steps."""
         ...
 
-    def load(self, groups: Groups, state: Any) -> None:
+    def load(self, optimizer: int, groups: Groups, state: Any) -> None:
         """Parameters, and the optimizer's state by parameter, as rank 0 has them, count from now on."""
         ...
 

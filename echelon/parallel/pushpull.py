@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from echelon.clock import Deadline
@@ -56,6 +57,12 @@ class PushSync(AllReduceSync):
             raise StrategyError(
                 f"`{sparse[0]}` has sparse gradients, and servers keep dense ranges",
                 remedy="Use apply=worker, or sparse=False in the embedding.",
+            )
+        strange = [(name, p.dtype) for name, p, _ in params if p.dtype not in (torch.float32, torch.float64)]
+        if strange:
+            raise StrategyError(
+                f"`{strange[0][0]}` is {str(strange[0][1]).removeprefix('torch.')}: servers know float32 and float64",
+                remedy="Use apply=worker, or keep the weights in float32 and compute in other types with autocast.",
             )
         self.model = model
         self.held = Held(servers, model, [(name, p) for name, p, _ in reversed(params)], group.rank)
@@ -151,11 +158,24 @@ class PushSync(AllReduceSync):
         for bucket in self.buckets:
             if bucket.missing == 0 and bucket.index in self.changed and bucket.tail is None:
                 self._push(bucket)
+        if all(s.fired for s in self.active) and not any(s.param.requires_grad for s in self.spare):
+            self._tell()  # before finish(), so that nobody who is in another model's meeting is waited for
+
+    def _tell(self, late: bool = False) -> Work:
+        """The tail goes around among the workers."""
+        carrier = next(b for b in self.buckets if b.tail is not None)
+        if carrier.work is None:
+            used = [float(s.index in self.filled) for s in self.slots]
+            place = tail.place(self.share.number, self.saves())
+            tail.write(self.tail, place, late, self.stop_wanted(), used)
+            carrier.work = self.wire.send(carrier)
+        return carrier.work
 
     def _push(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             if slot.index not in self.filled and slot.view is not None:
                 slot.view.zero_()
+        self._reclaim(bucket)
         self.changed.discard(bucket.index)
         flat = bucket.flat if bucket.flat.device.type == "cpu" else bucket.flat.cpu()
         pushes = self._safely(lambda: self.held.push(flat, self.runs[bucket.index]))
@@ -189,12 +209,8 @@ class PushSync(AllReduceSync):
             never = bucket.index not in self.pushed and bucket.tail is None
             if bucket.index in self.changed or never:
                 self._push(bucket)
-        used = [float(s.index in self.filled) for s in self.slots]
-        tail.write(self.tail, tail.place(self.share.number, self.saves()), late, self.stop_wanted(), used)
         began = time.perf_counter()
-        carrier = next(b for b in self.buckets if b.tail is not None)
-        work: Work = self.wire.send(carrier)
-        outcome = work.wait(Deadline.after(MEETING_LIMIT_S))
+        outcome = self._tell(late).wait(Deadline.after(MEETING_LIMIT_S))
         if isinstance(outcome, Met) and self.failed is not None:
             outcome = self.failed
         if isinstance(outcome, Met):
@@ -251,7 +267,7 @@ class PushSync(AllReduceSync):
         for slot in self._mine(params):
             self.factors[slot.index] = self.factors.get(slot.index, 1.0) * factor
 
-    def apply(self, groups: Groups) -> Outcome:
+    def apply(self, optimizer: int, groups: Groups) -> Outcome:
         """The optimizer's step on the servers; these parameters have their new values when it returns Met."""
         self._upload_changes()
         stepping: list[tuple[Recipe, float, list[str]]] = []
@@ -266,7 +282,7 @@ class PushSync(AllReduceSync):
             stepping += [(recipe, factor, names) for factor, names in factors.items()]
         began = time.perf_counter()
         try:
-            self.held.apply(stepping, unused)
+            self.held.apply(optimizer, stepping, unused)
         except (LinkLost, PeerLost) as error:
             return lost(error)
         finally:
@@ -276,6 +292,9 @@ class PushSync(AllReduceSync):
                 self.filled.discard(slot.index)
         for index in [i for i, pushes in self.pushed.items() if all(p.done for _, _, p in pushes)]:
             del self.pushed[index]
+        self.changed |= (
+            self.pushed.keys()
+        )  # another optimizer's are still there, ours are used: pushed anew next time
         self._note_versions()
         return Met()
 
@@ -287,16 +306,16 @@ class PushSync(AllReduceSync):
         if any(s.param._version != self.versions[s.index] for s in self.slots):
             self.held.upload()
 
-    def state(self, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
+    def state(self, optimizer: int, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
         """By the parameter's id: its optimizer's state, fetched from the servers."""
         mine = self._mine(params)
-        found = self.held.state([s.name for s in mine])
+        found = self.held.state(optimizer, [s.name for s in mine])
         return {id(s.param): found[s.name] for s in mine if s.name in found}
 
-    def load(self, groups: Groups, state: Any) -> None:
+    def load(self, optimizer: int, groups: Groups, state: Any) -> None:
         """Parameters and the optimizer's state as they are here become the servers'. Every worker calls it; worker 0's count."""
         named = [(recipe, [s.name for s in self._mine(params)]) for recipe, params in groups]
         names = {s.name: s.param for s in self.slots}
         kept = {name: dict(state.get(p, {})) for name, p in names.items()}
-        self.held.load(named, kept)
+        self.held.load(optimizer, named, kept)
         self._note_versions()

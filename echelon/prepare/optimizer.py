@@ -106,7 +106,7 @@ class PreparedOptimizer:
     def fetch_state(self) -> None:
         """The optimizer's state comes here, until the next step: for a checkpoint, or a script that asks."""
         for sync in self.elsewhere:
-            found = sync.state(self.params())
+            found = sync.state(self.index, self.params())
             for p in self.params():
                 if id(p) in found:
                     self.optimizer.state[p] = found[id(p)]
@@ -114,7 +114,7 @@ class PreparedOptimizer:
     def load_state(self) -> None:
         """Parameters and state as they are here become the servers'."""
         for sync in self.elsewhere:
-            sync.load(self.groups(), self.optimizer.state)
+            sync.load(self.index, self.groups(), self.optimizer.state)
         if self.elsewhere:
             self.optimizer.state.clear()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.comm.group import Lost
 from echelon.parallel.gradsync import GradSync
 from echelon.prepare.keep import Scaling, Schedule
-from echelon.prepare.optimizer import prepared_optimizer
+from echelon.prepare.optimizer import PreparedOptimizer, prepared_optimizer
 from echelon.step import Machine
 
 
@@ -60,7 +62,10 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
         if machine.share.last:
             for sync in prepared.syncs if prepared else []:
                 sync.finish()
-            inner_unscale(optimizer)
+            if prepared is not None and prepared.elsewhere and scaler.is_enabled():
+                _unscale_elsewhere(scaler, prepared)
+            else:
+                inner_unscale(optimizer)
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepared_optimizer(optimizer)
@@ -99,3 +104,17 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
             machine.bare_step()
 
     scaler.step, scaler.update, scaler.unscale_ = step, update, unscale_
+
+
+def _unscale_elsewhere(scaler: Any, prepared: PreparedOptimizer) -> None:
+    """What GradScaler.unscale_ does, where the gradients are on servers: they say whether all is finite, and divide in the step."""
+    state = scaler._per_optimizer_states[id(prepared.optimizer)]
+    if state["stage"] is not OptState.READY:
+        raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+    params, finite = prepared.params(), True
+    for sync in prepared.elsewhere:
+        finite = sync.squares(params)[1] and finite
+        sync.clip(params, 1.0 / scaler.get_scale())
+    device = params[0].device
+    state["found_inf_per_device"] = {device: torch.tensor(0.0 if finite else 1.0, device=device)}
+    state["stage"] = OptState.UNSCALED

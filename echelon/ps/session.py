@@ -98,10 +98,12 @@ class Training:
         model, ranges = int(request.head["model"]), request.head["ranges"]
         with self._lock:
             if request.peer.rank == 0:
-                self._shards[model] = (
-                    threading.Lock(),
-                    Shard(ranges, request.tensors[0], self.num_workers),
-                )
+                try:
+                    shard = Shard(ranges, request.tensors[0], self.num_workers)
+                except EchelonError as error:
+                    refuse_all([*self._early.pop(model, []), request], error)
+                    return
+                self._shards[model] = (threading.Lock(), shard)
                 waiting = [*self._early.pop(model, []), request]
             elif model not in self._shards:
                 self._early.setdefault(model, []).append(request)
@@ -154,7 +156,7 @@ class Training:
     def _step(self, shard: Shard, requests: list[Request]) -> None:
         head = requests[0].head
         groups = [(Recipe.from_plain(recipe), float(factor), keys) for recipe, factor, keys in head["groups"]]
-        shard.apply(groups)
+        shard.apply(int(head["optimizer"]), groups)
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
         self.updates += 1
         for one in requests:
@@ -190,14 +192,14 @@ class Training:
     def _state(self, request: Request) -> None:
         lock, shard = self._of(request)
         with lock:
-            told, tensors = shard.state(request.head["keys"])
+            told, tensors = shard.state(int(request.head["optimizer"]), request.head["keys"])
             request.answer({"state": told}, tensors)
 
     def _load(self, request: Request) -> None:
         lock, shard = self._of(request)
         recipes = {key: Recipe.from_plain(plain) for plain, keys in request.head["recipes"] for key in keys}
         with lock:
-            shard.load(recipes, request.head["state"], request.tensors)
+            shard.load(int(request.head["optimizer"]), recipes, request.head["state"], request.tensors)
         request.answer()
 
 

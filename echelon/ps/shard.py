@@ -53,7 +53,8 @@ class Shard:
                 raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
             self.values[key] = self.memory[offset : offset + numel * kind.itemsize].view(kind)
         self.arrived = [Arrived() for _ in range(num_workers)]
-        self.ranges: dict[int, Range] = {}
+        self.ranges: dict[tuple[int, int], Range] = {}
+        """(Optimizer, key) -> values and that optimizer's state: two that step one parameter do not share it."""
         self.sums: dict[int, Tensor] = {}
         """Of keys whose parts were summed before their step: somebody asked for their norm."""
         self.updates = 0
@@ -142,13 +143,14 @@ class Shard:
             finite = finite and update.finite(self.sums[key])
         return found, finite
 
-    def apply(self, groups: Sequence[tuple[Recipe, float, Sequence[int]]]) -> None:
-        """One step of each group's optimizer on its keys with the group's factor times the summed gradient."""
+    def apply(self, optimizer: int, groups: Sequence[tuple[Recipe, float, Sequence[int]]]) -> None:
+        """One step of an optimizer: of each group on its keys, with the group's factor times the summed gradient."""
         for recipe, factor, keys in groups:
             for key in keys:
-                if key not in self.ranges:
-                    self.ranges[key] = Range(recipe, self.values[key])
-                self.ranges[key].apply(self.total(key), scale=factor, numbers=recipe)
+                held = self.ranges.get((optimizer, key))
+                if held is None:
+                    held = self.ranges[optimizer, key] = Range(recipe, self.values[key])
+                held.apply(self.total(key), scale=factor, numbers=recipe)
         self.updates += 1
 
     def used(self, keys: Sequence[int]) -> None:
@@ -160,12 +162,12 @@ class Shard:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def state(self, keys: Sequence[int]) -> tuple[list[list[Any]], list[Tensor]]:
+    def state(self, optimizer: int, keys: Sequence[int]) -> tuple[list[list[Any]], list[Tensor]]:
         """[key, steps, names] and the tensors of those names, of each key that has a state."""
         told: list[list[Any]] = []
         tensors: list[Tensor] = []
         for key in keys:
-            held = self.ranges.get(key)
+            held = self.ranges.get((optimizer, key))
             arrays = held.state() if held is not None else {}
             counted = arrays.pop("step", None)
             told.append([key, -1 if counted is None else int(counted), list(arrays), bool(arrays)])
@@ -173,15 +175,19 @@ class Shard:
         return told, tensors
 
     def load(
-        self, recipes: Mapping[int, Recipe], told: Sequence[Sequence[Any]], tensors: Sequence[Tensor]
+        self,
+        optimizer: int,
+        recipes: Mapping[int, Recipe],
+        told: Sequence[Sequence[Any]],
+        tensors: Sequence[Tensor],
     ) -> None:
         """What state() gave, here or elsewhere. Keys that are not told of have none."""
         for key in recipes:
-            self.ranges.pop(key, None)
+            self.ranges.pop((optimizer, key), None)
         at = 0
         for key, steps, names, there in told:
             arrays = dict(zip(names, tensors[at : at + len(names)], strict=True))
             at += len(names)
             if there:
-                held = self.ranges[key] = Range(recipes[key], self.values[key])
+                held = self.ranges[optimizer, key] = Range(recipes[key], self.values[key])
                 held.load({**arrays, **({"step": torch.tensor(float(steps))} if steps >= 0 else {})})

@@ -230,7 +230,9 @@ class Held:
         whole = [math.fsum(found[r.key] for r in self.placement.pieces(name)) for name in names]
         return whole, all(r.head["finite"] for r in replies)
 
-    def apply(self, groups: Sequence[tuple[Recipe, float, Sequence[str]]], unused: Sequence[str]) -> None:
+    def apply(
+        self, optimizer: int, groups: Sequence[tuple[Recipe, float, Sequence[str]]], unused: Sequence[str]
+    ) -> None:
         """The optimizer's step on the servers, with each group's factor times the gradient; the parameters are the new ones when
         it returns. Every worker calls it."""
         number = self.servers.number(self.model)
@@ -239,7 +241,7 @@ class Held:
         pendings = []
         for index, link in enumerate(self.servers.links):
             head: dict[str, Any] = {
-                "model": self.model, "number": number, "unused": skip[index],
+                "model": self.model, "number": number, "optimizer": optimizer, "unused": skip[index],
                 "groups": [[plain, factor, keys[index]] for plain, factor, keys in keyed],
             }  # fmt: skip
             pendings.append(link.call("train.apply", head, out=[self.pulled[index]]))
@@ -248,11 +250,11 @@ class Held:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def state(self, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    def state(self, optimizer: int, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of these tensors, whole, as torch has it. Any worker may ask, between steps."""
         keys = self.keys(names)
         calls = [
-            link.call("train.state", {"model": self.model, "keys": mine})
+            link.call("train.state", {"model": self.model, "optimizer": optimizer, "keys": mine})
             for link, mine in zip(self.servers.links, keys, strict=True)
         ]
         found: dict[str, dict[str, Tensor]] = {}
@@ -271,7 +273,9 @@ class Held:
                         at += 1
         return found
 
-    def load(self, groups: Sequence[tuple[Recipe, Sequence[str]]], state: dict[str, dict[str, Any]]) -> None:
+    def load(
+        self, optimizer: int, groups: Sequence[tuple[Recipe, Sequence[str]]], state: dict[str, dict[str, Any]]
+    ) -> None:
         """Worker 0's values and this state are the servers' from now on."""
         self.upload()
         if self.rank != 0:
@@ -288,7 +292,7 @@ class Held:
                     steps = int(mine["step"]) if "step" in mine else -1
                     told.append([key, steps, list(arrays), bool(arrays)])
                     tensors += [_flat(x)[r.begin : r.end] for x in arrays.values()]
-            head = {"model": self.model, "recipes": recipes, "state": told}
+            head = {"model": self.model, "optimizer": optimizer, "recipes": recipes, "state": told}
             calls.append(link.call("train.load", head, tensors))
         self.servers.wait(calls, "state to the servers")
 

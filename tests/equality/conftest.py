@@ -19,14 +19,19 @@ class Launched:
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """launch(script, *args, workers=2, options=(), timeout_s=170) -> Launched. One worker is started by plain python."""
+    """launch(script, *args, workers=2, options=(), timeout_s=170) -> Launched. One worker is started by plain python, unless `always`."""
 
     def run(
-        script: Path, *args: str, workers: int = 2, options: tuple[str, ...] = (), timeout_s: float = 170.0
+        script: Path,
+        *args: str,
+        workers: int = 2,
+        options: tuple[str, ...] = (),
+        timeout_s: float = 170.0,
+        always: bool = False,
     ) -> Launched:
         folder = tmp_path_factory.mktemp("launch")
         command = [sys.executable, str(script), *args]
-        if workers > 1:
+        if workers > 1 or always:
             command = [
                 sys.executable,
                 "-m",
