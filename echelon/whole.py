@@ -120,6 +120,8 @@ class Whole:
 
     def objects(self) -> dict[str, Any]:
         """Everything else, as plain data."""
+        for prepared in self.machine.optimizers:
+            prepared.fetch_state()
         names = self._names()
         own_buffers: dict[str, Tensor] = {}
         if not self.prepared.strategy.sync_batchnorm and self.world.rank:

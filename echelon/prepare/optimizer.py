@@ -105,7 +105,7 @@ class PreparedOptimizer:
 
     def fetch_state(self) -> None:
         """The optimizer's state comes here, until the next step: for a checkpoint, or a script that asks."""
-        for sync in self.elsewhere:
+        for sync in self.elsewhere if not self.optimizer.state else ():
             found = sync.state(self.index, self.params())
             for p in self.params():
                 if id(p) in found:
