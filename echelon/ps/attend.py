@@ -32,7 +32,7 @@ class Owner(Protocol):
     limits: Limits
     counters: Counters
     pool: Pool
-    memory: str
+    id: str
 
     @property
     def services(self) -> Mapping[str, Service]: ...
@@ -72,9 +72,8 @@ class Connection:
         prepare(self._wire)
         _, _, where = self._host.address.partition("/")
         name, _, memory = where.partition("@")
-        said = frame.pack(
-            frame.WELCOME, 0, {"name": name, "memory": memory, "services": sorted(self._host.services)}
-        )
+        about = {"id": self._host.id, "name": name, "memory": memory, "services": sorted(self._host.services)}
+        said = frame.pack(frame.WELCOME, 0, about)
         self._outbox.send([said], len(said))
 
     def converse(self) -> None:
@@ -112,11 +111,13 @@ class Connection:
         """The last thing on its thread."""
         with self._room:
             self._over = True
+            self._open = {}
             self._room.notify_all()
         self._hang_up()
         self._outbox.close()
         self._outbox.join(2)
         self._inbox.close()
+        self._shared.close()
         self._wire.close()
         if self.peer.role:
             for service in self._host.services.values():
@@ -292,6 +293,10 @@ class Connection:
         data = frame.pack(frame.ANSWER, request._number, [head, ats], total)
         if not total:
             return data, [], len(data), None
+        if not rooms:  # not announced by the client, so not counted yet
+            with self._room:
+                request.num_bytes += total
+                self._open_bytes += total
         parts, keep = self._payload(request, over, offsets, total, copied)
         if total <= SMALL_BYTES:
             data, parts = b"".join([data, *parts]), []

@@ -63,12 +63,13 @@ class Host:
             )
         self.services, self.token, self.run = dict(services), token, run
         self.limits, self.counters, self.pool = limits or Limits(), Counters(), Pool()
-        self.memory = memory_here()
+        self.id = secrets.token_hex(16)
+        """Tells servers apart, whatever address they were reached at."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._connections: dict[int, Connection] = {}
         self._strangers = self._next = 0
-        bound = _bind(bind, port, self.memory, shared)
+        bound = _bind(bind, port, memory_here(), shared)
         self.where, self._listening = bound.address, bound.sockets
         self._thread: threading.Thread | None = None
         self._wake, self._woken = os.pipe()

@@ -351,6 +351,7 @@ class Link:
         self._outbox.close()
         self._outbox.join(2)
         self._wire.close()
+        self._arena.close()
         for pending in lost.values():
             pending.finish(None, self._lost)
 

@@ -128,6 +128,11 @@ class Arena:
             (number, pointer - begin) if pointer + num_bytes <= begin + self._segments[number].size else None
         )
 
+    def close(self) -> None:
+        """Forgets its segments; each goes with the last tensor that views it."""
+        with self._lock:
+            self._segments, self._begins, self._free, self._taken = [], [], [], {}
+
     def _grow(self, size: int) -> None:
         size = max(size, min(LARGEST_BYTES, max(SEGMENT_BYTES, self.num_bytes)))
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -182,6 +187,10 @@ class Mapped:
                 raise WireError(f"shared memory cannot be mapped: {error}") from None
         finally:
             os.close(fd)
+
+    def close(self) -> None:
+        """Forgets the segments; each goes with the last tensor that views it."""
+        self._segments, self._views = [], {}
 
     def view(self, segment: int, offset: int, num_bytes: int, dtype: int, shape: list[int]) -> Tensor:
         """A tensor in a client's memory; WireError outside of it."""
