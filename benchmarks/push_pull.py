@@ -90,9 +90,7 @@ def echelon_side(told: dict[str, Any], token_file: Path) -> tuple[Side, subproce
         [sys.executable, "-m", "echelon", "serve", "--token-file", str(token_file)], stdout=subprocess.PIPE, text=True, env=env
     )  # fmt: skip
     assert server.stdout is not None
-    address = None
-    while address is None:
-        address = re.search(r'connect\("(.*)"\)', server.stdout.readline())
+    address = next(found for line in server.stdout if (found := re.search(r'connect\("(.*)"\)', line)))
     told = {**told, "address": address[1], "token": token_file.read_text().strip()}
     workers = [Process("echelon", rank, told) for rank in range(2)]
     for worker in workers:
@@ -133,22 +131,35 @@ def small(ours: Side, peer: Side, keys: int, rounds: int) -> dict[str, list[floa
 
 def told_of(times: dict[str, list[float]], rates: dict[str, list[float]], peers: list[str]) -> dict[str, Any]:
     """Medians, ratios within a round, and the share of the limit."""
-    results: dict[str, Any] = {f"{name} ms": 1e3 * statistics.median(seconds) for name, seconds in times.items()}
+    results: dict[str, Any] = {
+        f"{name} ms": 1e3 * statistics.median(seconds) for name, seconds in times.items()
+    }
     for name in peers:
         for way in ("large", "buffers"):
             ratios = [theirs / mine for theirs, mine in zip(times[name], times[way], strict=True)]
             results[f"{name} / {way}"] = record.verdict(ratios, GOAL)
     for way, passes in (("large", 8), ("buffers", 4)):  # a copy reads and writes: 2 passes
         over = [mine / (copy * passes / 2) for mine, copy in zip(times[way], times["copies"], strict=True)]
-        results[f"{way} / limit"] = {"median": statistics.median(over), "goal": LIMIT_GOAL, "met": statistics.median(over) <= LIMIT_GOAL}
+        results[f"{way} / limit"] = {
+            "median": statistics.median(over),
+            "goal": LIMIT_GOAL,
+            "met": statistics.median(over) <= LIMIT_GOAL,
+        }
     rate = statistics.median(rates["echelon"])
-    results["small push-pulls a second"] = {"median": rate, "lower": min(rates["echelon"]), "goal": SMALL_GOAL, "met": rate >= SMALL_GOAL}
+    results["small push-pulls a second"] = {
+        "median": rate,
+        "lower": min(rates["echelon"]),
+        "goal": SMALL_GOAL,
+        "met": rate >= SMALL_GOAL,
+    }
     results["small push-pulls a second, rpc"] = {"median": statistics.median(rates["rpc"])}
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--keys", type=int, default=10_000)
@@ -179,7 +190,14 @@ def main() -> None:
     for name, value in results.items():
         print(f"{name:36} {value if not isinstance(value, float) else round(value, 2)}")
     if args.file:
-        print(record.write("push-pull", {"summary": results, "seconds": times, "rates": rates}, mib=args.mib, keys=args.keys))
+        print(
+            record.write(
+                "push-pull",
+                {"summary": results, "seconds": times, "rates": rates},
+                mib=args.mib,
+                keys=args.keys,
+            )
+        )
 
 
 if __name__ == "__main__":

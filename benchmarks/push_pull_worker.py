@@ -1,6 +1,6 @@
 """One worker (or the server, or all of a peer's cluster) of benchmarks/push_pull.py: told over its standard input what to do, answers with seconds.
 
-    push_pull_worker.py echelon|rpc|rpc-server|ray RANK JSON
+push_pull_worker.py echelon|rpc|rpc-server|ray RANK JSON
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def rpc(rank: int, told: dict[str, Any]) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{told['port']}", rpc_timeout=120)
     if rank == 2:
         TABLE = Table(numel, keys, small)
-    rpc.init_rpc("server" if rank == 2 else f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    rpc.init_rpc(
+        "server" if rank == 2 else f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options
+    )
     if rank == 2:
         tell("ready")
         sys.stdin.read()
@@ -126,7 +128,9 @@ def rpc(rank: int, told: dict[str, Any]) -> None:
         def one_small(count: int) -> None:
             for begin in range(0, count, 500):
                 keys_now = [key % keys for key in range(begin, min(begin + 500, count))]
-                torch.futures.wait_all([rpc.rpc_async("server", rpc_push_pull, args=(k, grads[k])) for k in keys_now])
+                torch.futures.wait_all(
+                    [rpc.rpc_async("server", rpc_push_pull, args=(k, grads[k])) for k in keys_now]
+                )
 
         serve_rounds({"large": large, "small": one_small})
     rpc.shutdown()

@@ -126,7 +126,10 @@ def test_what_cannot_be_served_is_said(start_serve, tmp_path):
 
 def test_help_explains_it(tmp_path):
     out = subprocess.run(
-        [sys.executable, "-m", "echelon", "serve", "--help"], env=environment(tmp_path), capture_output=True, text=True
+        [sys.executable, "-m", "echelon", "serve", "--help"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
     ).stdout
     assert "echelon.ps.connect" in out
     assert "--token-file" in out
