@@ -101,11 +101,18 @@ class Connection:
 
     def end(self, reason: str) -> None:
         """Says goodbye and hangs up; its thread notices."""
+        self.say_goodbye(reason)
+        self.hang_up(Deadline.after(LAST_WORDS_S))
+
+    def say_goodbye(self, reason: str) -> None:
         self._reason = self._reason or reason
         data = frame.pack(frame.BYE, 0, [self._reason])
         self._outbox.send([data], len(data))
-        self._outbox.drain(LAST_WORDS_S)
-        self._hang_up()
+
+    def hang_up(self, deadline: Deadline) -> None:
+        """Once everything was sent, or the deadline passed."""
+        self._outbox.drain(deadline.left_s)
+        self._cut()
 
     def over(self) -> None:
         """The last thing on its thread."""
@@ -113,7 +120,7 @@ class Connection:
             self._over = True
             self._open = {}
             self._room.notify_all()
-        self._hang_up()
+        self._cut()
         self._outbox.close()
         self._outbox.join(2)
         self._inbox.close()
@@ -206,24 +213,28 @@ class Connection:
 
     def _admit(self, num_bytes: int) -> None:
         """Reads no further while this client has too much under way: it notices by not being able to send."""
+        while not self._entered(num_bytes):
+            self._outbox.flush()  # answers that were held back may be all that is under way
+            with self._room:
+                if not self._fits(num_bytes):
+                    self._room.wait(1.0)
+
+    def _entered(self, num_bytes: int) -> bool:
         with self._room:
-            limits = self._limits
-
-            def fits() -> bool:
-                return (
-                    self._over
-                    or not self._open_calls
-                    or (
-                        self._open_calls < 2 * limits.in_flight_calls
-                        and self._open_bytes + num_bytes <= 2 * limits.in_flight_bytes
-                    )
-                )
-
-            while not fits():
-                self._outbox.flush()
-                self._room.wait(1.0)
+            if not self._fits(num_bytes):
+                return False
             self._open_calls += 1
             self._open_bytes += num_bytes
+            return True
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Twice what a proper client has under way, which counts a little differently."""
+        if self._over or not self._open_calls:
+            return True
+        return (
+            self._open_calls < 2 * self._limits.in_flight_calls
+            and self._open_bytes + num_bytes <= 2 * self._limits.in_flight_bytes
+        )
 
     # what goes
 
@@ -275,6 +286,7 @@ class Connection:
     ) -> tuple[bytes, list[Part], int, object]:
         """(header and head, the payload's parts, bytes in all, what must live until they are sent)."""
         rooms = request._rooms
+        tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         if rooms and tensors and [x.nbytes for x in tensors] != [r.num_bytes for r in rooms]:
             raise UsageError(
                 f"{request.verb} is answered with {[x.nbytes for x in tensors]} bytes, and the client has room for "
@@ -291,6 +303,11 @@ class Connection:
                 over.append(x)
         offsets, total = frame.placed([x.nbytes for x in over])
         data = frame.pack(frame.ANSWER, request._number, [head, ats], total)
+        if total > self._limits.payload_bytes or len(data) > self._limits.head_bytes:
+            raise UsageError(
+                f"the answer to {request.verb} has a head of {len(data)} and a payload of {total} bytes, more than one frame carries",
+                remedy="Ask for less at a time.",
+            )
         if not total:
             return data, [], len(data), None
         if not rooms:  # not announced by the client, so not counted yet
@@ -346,8 +363,8 @@ class Connection:
 
     def _broken(self, error: Exception) -> None:
         self._reason = self._reason or str(error)
-        self._hang_up()
+        self._cut()
 
-    def _hang_up(self) -> None:
+    def _cut(self) -> None:
         with contextlib.suppress(OSError):
             self._wire.shutdown(socket.SHUT_RDWR)

@@ -222,17 +222,20 @@ class Client:
         """{name: {shape, dtype, optimizer, numbers, version, servers}} of every table there is."""
         found: dict[str, dict[str, Any]] = {}
         deadline = Deadline.after(WAIT_S)
-        for reply in [link.call("tables.list", {}) for link in self._links]:
-            for name, told in reply.wait(deadline).head["tables"].items():
-                about = found.setdefault(
-                    name,
-                    {
-                        "shape": tuple(told["shape"]), "dtype": told["dtype"], "optimizer": told["optimizer"]["name"],
-                        "numbers": told["optimizer"]["numbers"], "version": told["version"], "servers": 0,
-                    },
-                )  # fmt: skip
-                about["servers"] += 1
-                about["version"] = min(about["version"], told["version"])
+        for link in self._links:
+            after = ""
+            while told := link.call("tables.list", {"after": after}).wait(deadline).head["tables"]:
+                for name, one in told.items():
+                    about = found.setdefault(
+                        name,
+                        {
+                            "shape": tuple(one["shape"]), "dtype": one["dtype"], "optimizer": one["optimizer"]["name"],
+                            "numbers": one["optimizer"]["numbers"], "version": one["version"], "servers": 0,
+                        },
+                    )  # fmt: skip
+                    about["servers"] += 1
+                    about["version"] = min(about["version"], one["version"])
+                after = max(told)
         return found
 
     def close(self) -> None:

@@ -29,6 +29,9 @@ MAX_NAME_CHARS = 200
 LARGE_BYTES = 64 * MIB
 """Before a table of this size is made, it is looked whether there is memory for it."""
 
+LISTED = 1000
+"""Tables that are told of at a time."""
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -129,7 +132,7 @@ class Tables:
         elif request.verb == "describe":
             request.answer(self._told(self._find(request.head)))
         elif request.verb == "list":
-            request.answer({"tables": {t.name: self._told(t) for t in list(self._tables.values())}})
+            request.answer({"tables": self._listed(request.head.get("after", ""))})
         else:
             raise UsageError(
                 f"tables have no {request.verb[:80]!r}", remedy="Is the client of the same version?"
@@ -193,6 +196,11 @@ class Tables:
                 remedy=f"{hint}create() makes one; tables() lists them.",
             )
         return table
+
+    def _listed(self, after: object) -> dict[str, Any]:
+        """The next names behind `after`, in order; none when that was the last."""
+        names = sorted(name for name in list(self._tables) if name > str(after))
+        return {name: self._told(self._tables[name]) for name in names[:LISTED]}
 
     def _told(self, table: Table) -> dict[str, Any]:
         kind = table.kind

@@ -300,6 +300,34 @@ def test_too_many_bytes_wait_for_answers(host, desk):
         ask(link, "whose")
 
 
+@pytest.mark.case("ps: back-pressure instead of memory growth")
+@pytest.mark.parametrize("shared", [True, False], ids=WAYS)
+def test_a_client_that_sends_more_than_it_may_is_read_later_and_gets_every_answer(desk, shared):
+    with Host({"desk": desk}, TOKEN, RUN, limits=Limits(in_flight_calls=2, in_flight_bytes=1000)) as host:
+        with connect(host, shared=shared) as link:
+            calls = [link.call("desk.echo", {"n": n}, torch.full((n % 300,), float(n))) for n in range(1000)]
+            for n, call in enumerate(calls):
+                reply = call.wait(soon())
+                assert reply.head == {"n": n}
+                assert reply.tensors[0].eq(float(n)).all()
+
+
+def test_an_answer_that_is_strided_comes_whole(link, desk):
+    x = torch.randn(300, 200)
+    desk.turn = lambda request: request.answer({}, [request.tensors[0].t()])
+    assert torch.equal(ask(link, "turn", x).tensors[0], x.t())
+    out = torch.empty(200, 300)
+    ask(link, "turn", x, out)
+    assert torch.equal(out, x.t())
+    assert torch.equal(ask(link, "turn", x, out=[]).tensors[0], x.t())
+
+
+def test_no_host_listens_on_every_interface(desk):
+    for every in (".".join("0" * 4), "::"):
+        with pytest.raises(UsageError, match="every interface"):
+            Host({"desk": desk}, TOKEN, RUN, every)
+
+
 def test_calls_under_way_are_lost_when_the_server_closes(host, desk, link):
     calls = [link.call("desk.hold", {}, torch.zeros(50_000), torch.zeros(50_000)) for _ in range(3)]
     for _ in calls:

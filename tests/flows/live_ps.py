@@ -53,7 +53,7 @@ class LivePs:
     def __init__(self, **limits: Any) -> None:
         self.token = tokens.make()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(limits)],
+            [sys.executable, "-c", PROGRAM, json.dumps({"handshake_s": 5.0, **limits})],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert self.process.stdin is not None
