@@ -100,15 +100,17 @@ class Landing:
     shape: tuple[int, ...]
     out: Array | None
     as_numpy: bool
+    direct: bool = False
+    """`flat` is `out` itself."""
 
     def give(self) -> Array:
+        if self.out is not None and self.direct:
+            return self.out
         values = self.flat.view(self.shape)
         if self.out is None:
             return values.numpy() if self.as_numpy else values
-        there = torch.from_numpy(self.out) if isinstance(self.out, numpy.ndarray) else self.out
-        if there.data_ptr() != values.data_ptr():
-            with torch.no_grad():
-                there.copy_(values)
+        with torch.no_grad():
+            torch.as_tensor(self.out).copy_(values)
         return self.out
 
 
@@ -324,14 +326,20 @@ class Client:
 
 def _tensor(x: Array) -> Tensor:
     if isinstance(x, numpy.ndarray):
-        return torch.from_numpy(numpy.ascontiguousarray(x))
+        flags = x.flags
+        return torch.from_numpy(x if flags.c_contiguous and flags.writeable else numpy.array(x, order="C"))
     if not isinstance(x, Tensor):
         raise UsageError(f"a {type(x).__name__} is neither a tensor nor a NumPy array")
-    return x.detach()
+    return x.detach() if x.requires_grad else x
 
 
 def _flat(x: Tensor) -> Tensor:
-    return (x if x.device.type == "cpu" else x.cpu()).contiguous().view(-1)
+    """Contiguous, on the CPU, of one dimension. Every call of torch lets other threads of Python go first: no more than needed."""
+    if x.device.type != "cpu":
+        x = x.cpu()
+    if not x.is_contiguous():
+        x = x.contiguous()
+    return x if x.dim() == 1 else x.view(-1)
 
 
 def _fitting(verb: str, name: str, x: Array, known: Known) -> Tensor:
@@ -353,5 +361,5 @@ def _landing(verb: str, name: str, out: Array | None, known: Known, as_numpy: bo
         raise UsageError(f"{verb} {name!r}: `out` must be a contiguous array that may be written to")
     given = _fitting(verb, name, out, known)
     direct = given.device.type == "cpu" and given.is_contiguous()
-    flat = given.view(-1) if direct else torch.empty(given.numel(), dtype=given.dtype)
-    return Landing(flat, known.shape, out, as_numpy)
+    flat = _flat(given) if direct else torch.empty(given.numel(), dtype=given.dtype)
+    return Landing(flat, known.shape, out, as_numpy, direct)

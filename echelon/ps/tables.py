@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,19 +69,18 @@ class Table:
         self._locks = [threading.Lock() for _ in self._spans]
         self._torn = ""
 
+    @property
+    def small(self) -> bool:
+        """All of it is one piece."""
+        return len(self._pieces) == 1
+
     def work(self, grad: Tensor | None, numbers: Mapping[str, Any] | None, out: Tensor | None) -> int:
         """One update if there is a gradient, then the values into `out` if there is one. Gives the version that `out` has."""
-        recipe = self.kind.recipe.with_numbers(numbers) if numbers else self.kind.recipe
+        recipe = self._recipe(numbers)
         self._locks[0].acquire()
         last = 0
         try:
-            if self._torn:
-                raise EchelonError(
-                    f"table {self.name!r} is torn: {self._torn}", remedy="Create it anew under another name."
-                )
-            if grad is not None:
-                self.version += 1
-            version = self.version
+            version = self._next(grad)
             for at, (begin, end) in enumerate(self._spans):
                 if at:
                     self._locks[at].acquire()
@@ -95,6 +94,32 @@ class Table:
             return version
         finally:
             self._locks[last].release()
+
+    def work_small(
+        self,
+        grad: Tensor | None,
+        numbers: Mapping[str, Any] | None,
+        answer: Callable[[dict[str, Any], list[Tensor]], None],
+    ) -> None:
+        """The same for a table of one piece, answered while nobody else may touch it: it need not be copied for that."""
+        recipe = self._recipe(numbers)
+        with self._locks[0]:
+            version = self._next(grad)
+            if grad is not None:
+                self._apply(self._pieces[0], grad, recipe)
+            answer({"version": version}, [self.values])
+
+    def _recipe(self, numbers: Mapping[str, Any] | None) -> Recipe:
+        return self.kind.recipe.with_numbers(numbers) if numbers else self.kind.recipe
+
+    def _next(self, grad: Tensor | None) -> int:
+        """The version that this work leaves or sees. Holds the first lock."""
+        if self._torn:
+            raise EchelonError(
+                f"table {self.name!r} is torn: {self._torn}", remedy="Create it anew under another name."
+            )
+        self.version += grad is not None
+        return self.version
 
     def _apply(self, piece: Range, grad: Tensor, recipe: Recipe) -> None:
         try:
@@ -154,13 +179,16 @@ class Tables:
         if verb == "push":
             request.answer({"version": table.work(grad, numbers, None)})
         else:
-            if request.out_bytes != table.values.nbytes or len(request.room()) != 1:
+            if request.room_bytes != [table.values.nbytes]:
                 raise UsageError(
                     f"{verb} of {table.name!r}: there is room for {request.out_bytes} bytes, and {table.kind} has {table.values.nbytes}",
                     remedy="Give an `out` of the table's shape and type.",
                 )
-            out = request.room()[0].view(table.values.dtype)
-            request.answer({"version": table.work(grad, numbers, out)}, [out])
+            if table.small:
+                table.work_small(grad, numbers, request.answer)
+            else:
+                out = request.room()[0].view(table.values.dtype)
+                request.answer({"version": table.work(grad, numbers, out)}, [out])
         if grad is not None:
             self.num_updates += 1
 

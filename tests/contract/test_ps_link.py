@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import random
 import threading
 import time
 
@@ -410,3 +412,48 @@ def test_a_forked_child_keeps_neither_links_nor_host(host, desk, link):
         os.waitpid(pid, 0)
         os.close(ready)
         os.close(told)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_storm_of_calls_of_all_sizes_mixes_nothing_up(link, desk, seed):
+    """Several threads, buffers and ordinary memory, answers at once and later from another thread."""
+    desk.add_one_later = lambda request: later.put(request)
+    later: queue.Queue[Request | None] = queue.Queue()
+    wrong: list[object] = []
+
+    def answer_later() -> None:
+        while (request := later.get()) is not None:
+            desk.add_one(request)
+
+    def work(number: int) -> None:
+        source = random.Random(seed * 100 + number)
+        open_calls = []
+        for step in range(80):
+            sizes = [source.choice([0, 1, 100, 5000, 20_000, 400_000]) for _ in range(source.randrange(1, 4))]
+            shared = source.random() < 0.5
+            xs = [place(shared, size).fill_(source.randrange(1000)) for size in sizes]
+            outs = [place(source.random() < 0.5, size) for size in sizes]
+            verb = source.choice(["add_one", "add_one_later"])
+            open_calls.append((xs, outs, link.call(f"desk.{verb}", {}, xs, outs)))
+            while len(open_calls) > 4 or (open_calls and step == 79):
+                xs, outs, call = open_calls.pop(source.randrange(len(open_calls)))
+                call.wait(soon(60))
+                if not all(torch.equal(out, x + 1) for x, out in zip(xs, outs, strict=True)):
+                    wrong.append((number, step, [x.numel() for x in xs]))
+                for x in (*xs, *outs):
+                    link.release(x)
+
+    def place(shared: bool, size: int) -> torch.Tensor:
+        return link.buffer(size * 4).view(torch.float32) if shared else torch.empty(size)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    answering = [threading.Thread(target=answer_later) for _ in range(2)]
+    for thread in (*threads, *answering):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in answering:
+        later.put(None)
+    for thread in answering:
+        thread.join()
+    assert wrong == []

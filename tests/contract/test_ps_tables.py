@@ -124,6 +124,9 @@ def test_values_come_back_in_the_kind_and_the_memory_that_was_given():
         out = np.empty((2, 3), np.float32)
         assert client.pull("array", out).wait() is out
         assert (out == -1).all()
+        assert (client.push_pull("array", np.broadcast_to(np.float32(1), (2, 3))).wait() == -2).all()
+        client.create("scalar", np.array(5.0), lr=1.0)
+        assert client.push_pull("scalar", np.array(2.0)).wait().shape == ()
         strided = torch.zeros(3, 2).t()
         assert client.push_pull("tensor", torch.ones(3, 2).t(), strided).wait() is strided
         assert strided.eq(-1).all()
