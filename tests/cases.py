@@ -72,7 +72,7 @@ ROWS = {
     "ps: NaN verdict and clip factor are global", "ps: staleness statistics",
     "ps: optimizers equal torch's",
     "ps: one contract for every link", "ps: back-pressure instead of memory growth", "ps: a forked child has no links",
-    "echelon serve", "ps: garbage harms nobody", "ps: a client that stops holds up nobody", "ps: kill -9 of a client or a server in mid-call",
+    "echelon serve", "ps: servers reached from another host", "ps: garbage harms nobody", "ps: a client that stops holds up nobody", "ps: kill -9 of a client or a server in mid-call",
     "ps: the direct API equals torch's optimizers", "ps: a pull sees whole updates", "ps: wrong names and shapes are told to who caused them",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip
