@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon import errors, faults
+    from echelon import errors, faults, ps
     from echelon.run import Run
     from echelon.start import init
     from echelon.strategy import Strategy
@@ -24,7 +24,7 @@ _HOMES = {
     "init": "echelon.start",
 }
 
-__all__ = ["Run", "Strategy", "__version__", "errors", "faults", "init"]
+__all__ = ["Run", "Strategy", "__version__", "errors", "faults", "init", "ps"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +32,6 @@ def __getattr__(name: str) -> Any:
 
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("errors", "faults"):
+    if name in ("errors", "faults", "ps"):
         return importlib.import_module(f"echelon.{name}")
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")

@@ -214,6 +214,39 @@ def join(
 
 
 @main.command()
+@click.option("--listen", metavar="ADDR[:PORT]",
+              help="The address to serve on; further servers take the ports after PORT.  [default: 127.0.0.1, free ports]")  # fmt: skip
+@click.option("--servers", type=int, default=1, show_default=True, metavar="N", callback=_at_least_one,
+              help="Server processes, over which tables are spread.")  # fmt: skip
+@click.option("--token-file", type=click.Path(path_type=Path), metavar="F",
+              help="A file of mode 0600 with the token that clients need; made if it is not there.  "
+                   "[default: $ECHELON_TOKEN, or a fresh one in a new file]")  # fmt: skip
+def serve(listen: str | None, servers: int, token_file: Path | None) -> None:
+    """Parameter servers without a trainer, until Ctrl-C.
+
+    They hold named tables of float32 or float64 values, each with its
+    optimizer. Programs use them through echelon.ps.connect, which takes the
+    address that is printed here and the token.
+
+    \b
+    Examples:
+      echelon serve
+      echelon serve --servers 2 --listen 10.0.0.1:4700 --token-file token
+
+    \b
+      import echelon, torch
+      with echelon.ps.connect("10.0.0.1:4700,10.0.0.1:4701") as ps:
+          ps.create("w", torch.zeros(1000), "adam", lr=1e-3)
+          w = ps.push_pull("w", torch.ones(1000)).wait()
+
+    Tables are in memory, and end with their server.
+    """
+    from echelon.launch import serve as serving
+
+    _leave(serving.serve(listen, servers, token_file))
+
+
+@main.command()
 def runs() -> None:
     """List the runs of this folder, the newest last."""
     from echelon.show import reports

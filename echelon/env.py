@@ -114,6 +114,11 @@ def own_token() -> str | None:
     return os.environ.get(PREFIX + "TOKEN")
 
 
+def own_token_file() -> str | None:
+    """ECHELON_TOKEN_FILE, left where it is."""
+    return os.environ.get(PREFIX + "TOKEN_FILE")
+
+
 def native() -> bool:
     """False when the user asks to go without the compiled core (ECHELON_NATIVE=0)."""
     return os.environ.get(PREFIX + "NATIVE", "") != "0"

@@ -38,7 +38,7 @@ ROWS = {
     "compress: resumed with the same bits", "compress: converges", "compress: every loop that works without it",
     "compress: at another number of workers",
     # examples
-    "example house_prices", "example images", "example language", "example gan",
+    "example house_prices", "example images", "example language", "example gan", "example parameter_server",
     # stopping and going on
     "--resume gives the same bits", "--resume starts what is not there", "50 moments of SIGTERM", "SIGTERM in the last moment", "SIGTERM in a loop without a loader", "a look never kills", "SIGTERM to all processes at once", "SIGTERM to any process", "SIGTERM at another host", "checkpoint on one worker only", "an iterator left open at the end", "another model is named by its tensor", "the last complete one loads and says so", "a script that goes another way", "USERS 10", "USERS 5", "USERS 6", "a second signal ends at once", "echelon stop saves", "kill -9 and --resume", "no checkpoint within the grace", "saved at 4, loaded at any",
     # checkpoints
@@ -77,5 +77,7 @@ ROWS = {
     "ps: NaN verdict and clip factor are global", "ps: staleness statistics",
     "ps: optimizers equal torch's",
     "ps: one contract for every link", "ps: back-pressure instead of memory growth", "ps: a forked child has no links",
+    "echelon serve", "ps: servers reached from another host", "ps: garbage harms nobody", "ps: a client that stops holds up nobody", "ps: kill -9 of a client or a server in mid-call",
+    "ps: the direct API equals torch's optimizers", "ps: a pull sees whole updates", "ps: wrong names and shapes are told to who caused them",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
 }  # fmt: skip

@@ -32,7 +32,7 @@ class Owner(Protocol):
     limits: Limits
     counters: Counters
     pool: Pool
-    memory: str
+    id: str
 
     @property
     def services(self) -> Mapping[str, Service]: ...
@@ -72,9 +72,8 @@ class Connection:
         prepare(self._wire)
         _, _, where = self._host.address.partition("/")
         name, _, memory = where.partition("@")
-        said = frame.pack(
-            frame.WELCOME, 0, {"name": name, "memory": memory, "services": sorted(self._host.services)}
-        )
+        about = {"id": self._host.id, "name": name, "memory": memory, "services": sorted(self._host.services)}
+        said = frame.pack(frame.WELCOME, 0, about)
         self._outbox.send([said], len(said))
 
     def converse(self) -> None:
@@ -102,21 +101,30 @@ class Connection:
 
     def end(self, reason: str) -> None:
         """Says goodbye and hangs up; its thread notices."""
+        self.say_goodbye(reason)
+        self.hang_up(Deadline.after(LAST_WORDS_S))
+
+    def say_goodbye(self, reason: str) -> None:
         self._reason = self._reason or reason
         data = frame.pack(frame.BYE, 0, [self._reason])
         self._outbox.send([data], len(data))
-        self._outbox.drain(LAST_WORDS_S)
-        self._hang_up()
+
+    def hang_up(self, deadline: Deadline) -> None:
+        """Once everything was sent, or the deadline passed."""
+        self._outbox.drain(deadline.left_s)
+        self._cut()
 
     def over(self) -> None:
         """The last thing on its thread."""
         with self._room:
             self._over = True
+            self._open = {}
             self._room.notify_all()
-        self._hang_up()
+        self._cut()
         self._outbox.close()
         self._outbox.join(2)
         self._inbox.close()
+        self._shared.close()
         self._wire.close()
         if self.peer.role:
             for service in self._host.services.values():
@@ -205,24 +213,28 @@ class Connection:
 
     def _admit(self, num_bytes: int) -> None:
         """Reads no further while this client has too much under way: it notices by not being able to send."""
+        while not self._entered(num_bytes):
+            self._outbox.flush()  # answers that were held back may be all that is under way
+            with self._room:
+                if not self._fits(num_bytes):
+                    self._room.wait(1.0)
+
+    def _entered(self, num_bytes: int) -> bool:
         with self._room:
-            limits = self._limits
-
-            def fits() -> bool:
-                return (
-                    self._over
-                    or not self._open_calls
-                    or (
-                        self._open_calls < 2 * limits.in_flight_calls
-                        and self._open_bytes + num_bytes <= 2 * limits.in_flight_bytes
-                    )
-                )
-
-            while not fits():
-                self._outbox.flush()
-                self._room.wait(1.0)
+            if not self._fits(num_bytes):
+                return False
             self._open_calls += 1
             self._open_bytes += num_bytes
+            return True
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Twice what a proper client has under way, which counts a little differently."""
+        if self._over or not self._open_calls:
+            return True
+        return (
+            self._open_calls < 2 * self._limits.in_flight_calls
+            and self._open_bytes + num_bytes <= 2 * self._limits.in_flight_bytes
+        )
 
     # what goes
 
@@ -274,6 +286,7 @@ class Connection:
     ) -> tuple[bytes, list[Part], int, object]:
         """(header and head, the payload's parts, bytes in all, what must live until they are sent)."""
         rooms = request._rooms
+        tensors = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         if rooms and tensors and [x.nbytes for x in tensors] != [r.num_bytes for r in rooms]:
             raise UsageError(
                 f"{request.verb} is answered with {[x.nbytes for x in tensors]} bytes, and the client has room for "
@@ -290,8 +303,17 @@ class Connection:
                 over.append(x)
         offsets, total = frame.placed([x.nbytes for x in over])
         data = frame.pack(frame.ANSWER, request._number, [head, ats], total)
+        if total > self._limits.payload_bytes or len(data) > self._limits.head_bytes:
+            raise UsageError(
+                f"the answer to {request.verb} has a head of {len(data)} and a payload of {total} bytes, more than one frame carries",
+                remedy="Ask for less at a time.",
+            )
         if not total:
             return data, [], len(data), None
+        if not rooms:  # not announced by the client, so not counted yet
+            with self._room:
+                request.num_bytes += total
+                self._open_bytes += total
         parts, keep = self._payload(request, over, offsets, total, copied)
         if total <= SMALL_BYTES:
             data, parts = b"".join([data, *parts]), []
@@ -341,8 +363,8 @@ class Connection:
 
     def _broken(self, error: Exception) -> None:
         self._reason = self._reason or str(error)
-        self._hang_up()
+        self._cut()
 
-    def _hang_up(self) -> None:
+    def _cut(self) -> None:
         with contextlib.suppress(OSError):
             self._wire.shutdown(socket.SHUT_RDWR)

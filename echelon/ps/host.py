@@ -7,6 +7,7 @@ given later and from any thread.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import selectors
@@ -16,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from echelon.clock import Deadline
-from echelon.control import forks
+from echelon.control import forks, net
 from echelon.control import token as token_rules
 from echelon.control.handshake import Refused
-from echelon.errors import AuthError, EchelonError, WorldError
-from echelon.ps.attend import Connection
+from echelon.errors import AuthError, EchelonError, UsageError, WorldError
+from echelon.ps.attend import LAST_WORDS_S, Connection
 from echelon.ps.frame import Limits
 from echelon.ps.memory import Pool
 from echelon.ps.reach import Address, memory_here, same_user, unix_name
@@ -63,12 +64,13 @@ class Host:
             )
         self.services, self.token, self.run = dict(services), token, run
         self.limits, self.counters, self.pool = limits or Limits(), Counters(), Pool()
-        self.memory = memory_here()
+        self.id = secrets.token_hex(16)
+        """Tells servers apart, whatever address they were reached at."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._connections: dict[int, Connection] = {}
         self._strangers = self._next = 0
-        bound = _bind(bind, port, self.memory, shared)
+        bound = _bind(bind, port, memory_here(), shared)
         self.where, self._listening = bound.address, bound.sockets
         self._thread: threading.Thread | None = None
         self._wake, self._woken = os.pipe()
@@ -98,7 +100,10 @@ class Host:
         with self._lock:
             connections = list(self._connections.values())
         for connection in connections:
-            connection.end(reason)
+            connection.say_goodbye(reason)
+        words = deadline.sooner(LAST_WORDS_S)
+        for connection in connections:
+            connection.hang_up(words)
         for connection in connections:
             connection.join(deadline)
         os.close(self._wake)
@@ -112,7 +117,7 @@ class Host:
         self.close(Deadline.after(10))
 
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._stopping = threading.Lock(), threading.Event()
         self._stopping.set()
         for wire in self._listening:
             wire.close()
@@ -160,6 +165,7 @@ class Host:
 
     def _attend(self, connection: Connection) -> None:
         """One connection from its first byte to its last, on its own thread. Never raises."""
+        admitted = False
         try:
             try:
                 connection.greet(self.token, self.run)
@@ -169,19 +175,24 @@ class Host:
             finally:
                 with self._lock:
                     self._strangers -= 1
-            self.counters.connections += 1
-            try:
-                connection.converse()
-            finally:
-                self.counters.connections -= 1
+            with self._lock:
+                admitted = True
+                self.counters.connections += 1
+            connection.converse()
         finally:
             connection.over()
             with self._lock:
                 self._connections.pop(connection.number, None)
+                self.counters.connections -= admitted
 
 
 def _bind(bind: str, port: int, memory: str, shared: bool) -> Bound:
     sockets, host = [], ""
+    if bind and ipaddress.ip_address(bind.partition("%")[0]).is_unspecified:
+        raise UsageError(
+            f"a parameter server on {bind} would listen on every interface, and it listens on one",
+            remedy=f"Name it by its address: {net.spell_addresses()}.",
+        )
     try:
         if bind:
             family = socket.AF_INET6 if ":" in bind else socket.AF_INET

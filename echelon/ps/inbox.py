@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import struct
@@ -32,6 +33,10 @@ def prepare(wire: socket.socket) -> None:
     if wire.family != socket.AF_UNIX:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(
+            OSError
+        ):  # several flows meet in a server's link, and BBR's probing leaves gaps
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
         for option, seconds in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
             wire.setsockopt(socket.IPPROTO_TCP, option, seconds)
 

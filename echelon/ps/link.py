@@ -118,7 +118,8 @@ class Link:
         tensors = _listed(payload)
         try:
             ats, parts, inline = self._place(tensors, pending)
-            rooms = self._make_room(_listed(out), pending) if out is not None else []
+            outs = _listed(out)
+            rooms = self._make_room(outs, pending) if outs else []
             pending.num_bytes = inline + sum(size for size, segment, _ in rooms if segment == frame.INLINE)
             number = self._admit(pending, deadline)
         except BaseException:
@@ -155,6 +156,7 @@ class Link:
     def after_fork(self) -> None:
         self._callbacks, self._room = threading.Lock(), threading.Condition(threading.Lock())
         self._outbox.after_fork()
+        self._arena.after_fork()
         self._lost = LinkLost(
             f"the connection to the parameter server at {self.server} belongs to the parent process",
             remedy="A forked child makes its own.",
@@ -316,6 +318,8 @@ class Link:
             return []
         found: list[Tensor] = []
         if pending.rooms is None:
+            if any(at.segment != frame.INLINE for at in ats):
+                raise WireError(f"{pending.verb} was answered in memory that it did not give")
             found = [torch.empty(at.shape, dtype=TORCH[at.dtype]) for at in ats]
             rooms: list[tuple[Tensor, Tensor | None]] = [(x, None) for x in found]
         else:
@@ -351,6 +355,7 @@ class Link:
         self._outbox.close()
         self._outbox.join(2)
         self._wire.close()
+        self._arena.close()
         for pending in lost.values():
             pending.finish(None, self._lost)
 

@@ -88,7 +88,9 @@ class Arena:
 
     def take(self, num_bytes: int) -> Tensor:
         """uint8, at a multiple of 64 bytes. WorldError when there is no memory."""
-        size = max(ALIGN, aligned(num_bytes))
+        size = aligned(num_bytes)
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
         with self._lock:
             at = next((i for i, hole in enumerate(self._free) if hole[2] >= size), None)
             if at is None:
@@ -106,7 +108,7 @@ class Arena:
         with self._lock:
             hole = self._taken.pop(buffer.data_ptr(), None)
             if hole is None:
-                return False
+                return not buffer.numel()
             number, begin, size = hole
             at = bisect_right(self._free, hole)
             if at < len(self._free) and self._free[at][:2] == (number, begin + size):
@@ -119,14 +121,21 @@ class Arena:
 
     def find(self, pointer: int, num_bytes: int) -> tuple[int, int] | None:
         """(segment, offset) of memory that lies in a segment."""
-        begins = self._begins
+        begins, segments = self._begins, self._segments
         at = bisect_right(begins, (pointer, 1 << 60)) - 1
         if at < 0:
             return None
         begin, number = begins[at]
-        return (
-            (number, pointer - begin) if pointer + num_bytes <= begin + self._segments[number].size else None
-        )
+        return (number, pointer - begin) if pointer + num_bytes <= begin + segments[number].size else None
+
+    def close(self) -> None:
+        """Forgets its segments; each goes with the last tensor that views it."""
+        with self._lock:
+            self._begins, self._free, self._taken = [], [], {}
+            self._segments = []
+
+    def after_fork(self) -> None:
+        self._lock = threading.RLock()
 
     def _grow(self, size: int) -> None:
         size = max(size, min(LARGEST_BYTES, max(SEGMENT_BYTES, self.num_bytes)))
@@ -182,6 +191,10 @@ class Mapped:
                 raise WireError(f"shared memory cannot be mapped: {error}") from None
         finally:
             os.close(fd)
+
+    def close(self) -> None:
+        """Forgets the segments; each goes with the last tensor that views it."""
+        self._segments, self._views = [], {}
 
     def view(self, segment: int, offset: int, num_bytes: int, dtype: int, shape: list[int]) -> Tensor:
         """A tensor in a client's memory; WireError outside of it."""

@@ -54,6 +54,10 @@ class Pending:
     def done(self) -> bool:
         return self._reply is not None or self._error is not None
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def wait(self, deadline: Deadline) -> Reply:
         """Blocks until the answer is there. Raises the server's error, LinkLost when the connection is gone, Late at the deadline
         (the call may still happen, and its tensors stay the wire's)."""

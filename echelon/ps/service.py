@@ -106,6 +106,11 @@ class Request:
         """Room that the client gave for the answer's tensors."""
         return sum(room.num_bytes for room in self._rooms)
 
+    @property
+    def room_bytes(self) -> list[int]:
+        """The same for each of them."""
+        return [room.num_bytes for room in self._rooms]
+
     def room(self) -> list[Tensor]:
         """Memory to put the answer's tensors in, as bytes, one for each that the client has room for: its own memory where that is
         shared. answer() with views of these copies nothing."""

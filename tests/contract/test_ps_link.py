@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import random
 import threading
 import time
 
@@ -300,6 +302,34 @@ def test_too_many_bytes_wait_for_answers(host, desk):
         ask(link, "whose")
 
 
+@pytest.mark.case("ps: back-pressure instead of memory growth")
+@pytest.mark.parametrize("shared", [True, False], ids=WAYS)
+def test_a_client_that_sends_more_than_it_may_is_read_later_and_gets_every_answer(desk, shared):
+    with Host({"desk": desk}, TOKEN, RUN, limits=Limits(in_flight_calls=2, in_flight_bytes=1000)) as host:
+        with connect(host, shared=shared) as link:
+            calls = [link.call("desk.echo", {"n": n}, torch.full((n % 300,), float(n))) for n in range(1000)]
+            for n, call in enumerate(calls):
+                reply = call.wait(soon())
+                assert reply.head == {"n": n}
+                assert reply.tensors[0].eq(float(n)).all()
+
+
+def test_an_answer_that_is_strided_comes_whole(link, desk):
+    x = torch.randn(300, 200)
+    desk.turn = lambda request: request.answer({}, [request.tensors[0].t()])
+    assert torch.equal(ask(link, "turn", x).tensors[0], x.t())
+    out = torch.empty(200, 300)
+    ask(link, "turn", x, out)
+    assert torch.equal(out, x.t())
+    assert torch.equal(ask(link, "turn", x, out=[]).tensors[0], x.t())
+
+
+def test_no_host_listens_on_every_interface(desk):
+    for every in (".".join("0" * 4), "::"):
+        with pytest.raises(UsageError, match="every interface"):
+            Host({"desk": desk}, TOKEN, RUN, every)
+
+
 def test_calls_under_way_are_lost_when_the_server_closes(host, desk, link):
     calls = [link.call("desk.hold", {}, torch.zeros(50_000), torch.zeros(50_000)) for _ in range(3)]
     for _ in calls:
@@ -382,3 +412,48 @@ def test_a_forked_child_keeps_neither_links_nor_host(host, desk, link):
         os.waitpid(pid, 0)
         os.close(ready)
         os.close(told)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_storm_of_calls_of_all_sizes_mixes_nothing_up(link, desk, seed):
+    """Several threads, buffers and ordinary memory, answers at once and later from another thread."""
+    desk.add_one_later = lambda request: later.put(request)
+    later: queue.Queue[Request | None] = queue.Queue()
+    wrong: list[object] = []
+
+    def answer_later() -> None:
+        while (request := later.get()) is not None:
+            desk.add_one(request)
+
+    def work(number: int) -> None:
+        source = random.Random(seed * 100 + number)
+        open_calls = []
+        for step in range(80):
+            sizes = [source.choice([0, 1, 100, 5000, 20_000, 400_000]) for _ in range(source.randrange(1, 4))]
+            shared = source.random() < 0.5
+            xs = [place(shared, size).fill_(source.randrange(1000)) for size in sizes]
+            outs = [place(source.random() < 0.5, size) for size in sizes]
+            verb = source.choice(["add_one", "add_one_later"])
+            open_calls.append((xs, outs, link.call(f"desk.{verb}", {}, xs, outs)))
+            while len(open_calls) > 4 or (open_calls and step == 79):
+                xs, outs, call = open_calls.pop(source.randrange(len(open_calls)))
+                call.wait(soon(60))
+                if not all(torch.equal(out, x + 1) for x, out in zip(xs, outs, strict=True)):
+                    wrong.append((number, step, [x.numel() for x in xs]))
+                for x in (*xs, *outs):
+                    link.release(x)
+
+    def place(shared: bool, size: int) -> torch.Tensor:
+        return link.buffer(size * 4).view(torch.float32) if shared else torch.empty(size)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    answering = [threading.Thread(target=answer_later) for _ in range(2)]
+    for thread in (*threads, *answering):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in answering:
+        later.put(None)
+    for thread in answering:
+        thread.join()
+    assert wrong == []

@@ -15,6 +15,8 @@ from tests.conftest import ROOT, environment, leftovers, segments
 
 EXAMPLES = ROOT / "examples"
 NAMES = ["house_prices", "images", "language", "gan"]
+DIRECT = ["parameter_server"]
+"""Those that train without a run."""
 
 
 def plain(folder: Path, name: str, *args: str) -> str:
@@ -52,7 +54,7 @@ def apart(one: Path, other: Path, name: str) -> float:
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + DIRECT)
 def test_an_example_is_under_80_lines(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80
 
@@ -60,7 +62,7 @@ def test_an_example_is_under_80_lines(name):
 def test_every_example_is_in_the_table_and_here():
     listed = set(re.findall(r"^\| \[(\w+)\.py\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
     scripts = {file.stem for file in EXAMPLES.glob("*.py")}
-    assert listed == set(NAMES) == scripts - {"demo", "demo_train"}
+    assert listed == {*NAMES, *DIRECT} == scripts - {"demo", "demo_train"}
 
 
 @pytest.mark.case("example house_prices")
@@ -140,6 +142,15 @@ def test_gan_ends_with_the_same_weights_on_two_workers(tmp_path):
     assert alone == two
     assert 0.7 < float(re.findall(r"centre ([\d.]+) after", alone)[0]) < 1.3
     assert apart(tmp_path / "1", tmp_path / "2", "gan") <= 1e-10
+
+
+@pytest.mark.case("example parameter_server")
+def test_parameter_server_starts_everything_finds_the_weights_and_leaves_nothing(tmp_path):
+    shown = plain(tmp_path / "1", "parameter_server", "--steps", "200")
+    found = re.search(r"weights within ([\d.]+) of the true ones after (\d+) updates", shown)
+    assert found
+    assert float(found[1]) < 0.1
+    assert int(found[2]) == 400
 
 
 @pytest.mark.slow

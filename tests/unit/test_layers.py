@@ -80,6 +80,8 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.service",
     "echelon.ps.attend",
     "echelon.ps.host",
+    "echelon.ps.tables",
+    "echelon.ps.client",
 )
 """Needs torch, while the rest of its package does not."""
 

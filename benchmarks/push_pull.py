@@ -1,0 +1,204 @@
+"""Push-pull on one host, 2 workers and 1 server: Echelon beside a parameter server written with torch.distributed.rpc.
+
+    python benchmarks/push_pull.py [--mib 100] [--rounds 20] [--keys 10000] [--ray PYTHON] [--file]
+
+Both sides run all the time and take turns, round by round; in a round both workers push and pull at a time, and its time is that of
+the slower one. "large" starts and ends in ordinary memory, as RPC does; "buffers" in Client.buffer, which the server shares. The limit
+of memory is the bytes that must be read or written, at the rate that both workers reach together in a plain copy in the same round:
+with buffers 4 times the table for each worker (gradient read, values read and written, `out` written), from ordinary memory 8
+times (each end copied once as well). "small": a table for each of --keys parameters of 64 numbers, push-pulls a second of both workers together. --ray
+names the Python of a virtual environment that has Ray and NumPy, for a third side made of actors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+import record
+
+WORKER = Path(__file__).parent / "push_pull_worker.py"
+SMALL = 64
+GOAL, LIMIT_GOAL, SMALL_GOAL = 3.0, 2.0, 3000
+
+
+class Process:
+    def __init__(self, side: str, rank: int, told: dict[str, Any], python: str = sys.executable) -> None:
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [python, str(WORKER), side, str(rank), json.dumps(told)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+        )  # fmt: skip
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            if not line:
+                raise SystemExit("a worker of the benchmark ended")
+            if line.startswith(('"', "{")) or line[0].isdigit():
+                return json.loads(line)
+
+    def hang_up(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def wait(self) -> None:
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+class Side:
+    """Processes that act in a round together."""
+
+    def __init__(self, workers: list[Process]) -> None:
+        self.workers = workers
+
+    def seconds(self, what: str, count: int = 1) -> float:
+        for worker in self.workers:
+            worker.say(f"{what} {count}")
+        return float(max(worker.hear() for worker in self.workers))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def echelon_side(told: dict[str, Any], token_file: Path) -> tuple[Side, subprocess.Popen[str]]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "echelon", "serve", "--token-file", str(token_file)], stdout=subprocess.PIPE, text=True, env=env
+    )  # fmt: skip
+    assert server.stdout is not None
+    address = next(found for line in server.stdout if (found := re.search(r'connect\("(.*)"\)', line)))
+    told = {**told, "address": address[1], "token": token_file.read_text().strip()}
+    workers = [Process("echelon", rank, told) for rank in range(2)]
+    for worker in workers:
+        worker.hear()
+    return Side(workers), server
+
+
+def rpc_side(told: dict[str, Any]) -> tuple[Side, Process]:
+    told = {**told, "port": free_port()}
+    processes = [Process("rpc", rank, told) for rank in (2, 0, 1)]
+    for process in processes:
+        process.hear()
+    return Side(processes[1:]), processes[0]
+
+
+def large(ours: Side, peers: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in ("large", "buffers", "copies", *peers)}
+    for at in range(rounds + 2):
+        row = {name: ours.seconds(name) for name in ("large", "buffers", "copies")}
+        row |= {name: side.seconds("large") for name, side in peers.items()}
+        if at >= 2:  # pages are touched, states made
+            for name, seconds in row.items():
+                times[name].append(seconds)
+    return times
+
+
+def small(ours: Side, peer: Side, keys: int, rounds: int) -> dict[str, list[float]]:
+    """Push-pulls a second, of both workers together."""
+    few = min(keys, 200)
+    rates: dict[str, list[float]] = {"echelon": [], "rpc": []}
+    ours.seconds("small", keys)
+    peer.seconds("small", few)
+    for _ in range(rounds):
+        rates["echelon"].append(2 * keys / ours.seconds("small", keys))
+        rates["rpc"].append(2 * few / peer.seconds("small", few))
+    return rates
+
+
+def told_of(times: dict[str, list[float]], rates: dict[str, list[float]], peers: list[str]) -> dict[str, Any]:
+    """Medians, ratios within a round, and the share of the limit."""
+    results: dict[str, Any] = {
+        f"{name} ms": 1e3 * statistics.median(seconds) for name, seconds in times.items()
+    }
+    for name in peers:
+        for way in ("large", "buffers"):
+            ratios = [theirs / mine for theirs, mine in zip(times[name], times[way], strict=True)]
+            results[f"{name} / {way}"] = record.verdict(ratios, GOAL)
+    for way, passes in (("large", 8), ("buffers", 4)):  # a copy reads and writes: 2 passes
+        over = [mine / (copy * passes / 2) for mine, copy in zip(times[way], times["copies"], strict=True)]
+        results[f"{way} / limit"] = {
+            "median": statistics.median(over),
+            "goal": LIMIT_GOAL,
+            "met": statistics.median(over) <= LIMIT_GOAL,
+        }
+    rate = statistics.median(rates["echelon"])
+    results["small push-pulls a second"] = {
+        "median": rate,
+        "lower": min(rates["echelon"]),
+        "goal": SMALL_GOAL,
+        "met": rate >= SMALL_GOAL,
+    }
+    results["small push-pulls a second, rpc"] = {"median": statistics.median(rates["rpc"])}
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--keys", type=int, default=10_000)
+    parser.add_argument("--ray", metavar="PYTHON")
+    parser.add_argument("--file", action="store_true", help="leave a file in benchmarks/results")
+    args = parser.parse_args()
+    told = {"numel": args.mib * 2**20 // 4, "keys": args.keys, "small": SMALL}
+    with tempfile.TemporaryDirectory() as folder:
+        token_file = Path(folder) / "token"
+        token_file.touch(0o600)
+        token_file.write_text(secrets.token_hex(32))
+        ours, server = echelon_side(told, token_file)
+        rpc, rpc_server = rpc_side(told)
+        peers = {"rpc": rpc}
+        if args.ray:
+            peers["ray"] = Side([Process("ray", 0, told, args.ray)])
+            peers["ray"].workers[0].hear()
+        times = large(ours, peers, args.rounds)
+        rates = small(ours, rpc, args.keys, max(3, args.rounds // 4))
+        processes = [*ours.workers, *(w for side in peers.values() for w in side.workers), rpc_server]
+        for process in processes:  # all of them, before any is waited for: RPC ends together
+            process.hang_up()
+        for process in processes:
+            process.wait()
+        server.terminate()
+        server.wait(20)
+    results = told_of(times, rates, list(peers))
+    for name, value in results.items():
+        print(f"{name:36} {value if not isinstance(value, float) else round(value, 2)}")
+    if args.file:
+        print(
+            record.write(
+                "push-pull",
+                {"summary": results, "seconds": times, "rates": rates},
+                mib=args.mib,
+                keys=args.keys,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
