@@ -26,7 +26,7 @@ from echelon.launch import blame, cause, crew, finish, guard, lastwords, restart
 from echelon.launch.asked import Asked, Stop, Waker
 from echelon.launch.blame import Exit, Verdict
 from echelon.launch.crew import Crew
-from echelon.launch.ends import Ends
+from echelon.launch.ends import IN_ORDER, Ends
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
 from echelon.launch.meeting import Assembly
@@ -352,7 +352,7 @@ class Supervisor:
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
         self.seeing.close()
-        if self.plan.num_servers:
+        if self.plan.num_servers and self.code() in IN_ORDER:  # otherwise workers would see them go
             self.link.dismiss()
         self.link.emit(RunEnded(code=self.code(), reason=self.stop.reason if self.stop is not None else ""))
         if self.stop is not None and self.workers_since is None:
