@@ -56,7 +56,7 @@ class Supervisor:
         self.crew, self.token = hosts or Crew(), token
         self.selector = selectors.DefaultSelector()
         self.streams = Streams(folder, self.selector, self._screen(), plan.num_local)
-        self.ends = Ends()
+        self.ends = Ends(folder.read().get("strategy", {}))
         self.cgroups: dict[Who, str] = {}
         self.stop: Stop | None = None
         self.preempting = Preempting(plan.grace_s, plan.again, self._stopping)
@@ -180,8 +180,8 @@ class Supervisor:
             self.display.note = self.crew.waiting()
 
     def _on_event(self, event: Event) -> None:
+        self.ends.hear(event)
         if isinstance(event, Failed):
-            self.ends.failures.append(event)
             self._first_failure()
         elif self.crew.several:
             self._on_host_event(event)
@@ -251,7 +251,8 @@ class Supervisor:
         self.ends.put(who, end)
         if end.ours or not end.failed or self.preempting.in_order(end):
             return
-        follows = restart.after_end(who, end.code, self.folder.processes[who].incarnation)
+        before = self.folder.processes[who].incarnation
+        follows = restart.after_end(who, end.code, before, self.ends.strategy)
         if isinstance(follows, restart.GiveUp):
             self._first_failure()
             return
