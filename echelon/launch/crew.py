@@ -177,7 +177,11 @@ def _is_far(event: ProcessStarted | ProcessEnded, plan: Plan) -> bool:
 
 def seats_line(seats: Sequence[Seat]) -> str:
     def runs(seat: Seat) -> str:
-        servers = f" and server {spell_ranks(seat.servers)}" if seat.num_servers else ""
+        servers = (
+            f" and server{'s' * (seat.num_servers != 1)} {spell_ranks(seat.servers)}"
+            if seat.num_servers
+            else ""
+        )
         return f"{seat} runs {spell_ranks(seat.ranks)}{servers}"
 
     return "hosts: " + " · ".join(map(runs, seats))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.errors import PREEMPTED
-from echelon.events import Failed
+from echelon.events import Configured, Event, Failed
 from echelon.launch import blame
 from echelon.launch.blame import Exit, Verdict
 
@@ -16,10 +17,19 @@ IN_ORDER = (0, PREEMPTED)
 class Ends:
     """Of all workers and servers on the first host, of its own ones on a further host."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Mapping[str, Any] | None = None) -> None:
+        self.strategy: Mapping[str, Any] = strategy or {}
+        """The run's fields as far as they are known: what was typed, and once the script called init, all that count."""
+
         self.workers: dict[int, Exit] = {}
         self.servers: dict[int, Exit] = {}
         self.failures: list[Failed] = []
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.failures.append(event)
+        elif isinstance(event, Configured):
+            self.strategy = event.strategy
 
     def put(self, who: Who, end: Exit) -> None:
         (self.servers if who.role == SERVER else self.workers)[who.rank] = end

@@ -53,8 +53,8 @@ class JoinedSupervisor(Supervisor):
 
     def _on_event(self, event: Event) -> None:
         """Of all that the run tells, only its failure and its end matter here: the first host shows the rest."""
+        self.ends.hear(event)
         if isinstance(event, Failed):
-            self.ends.failures.append(event)
             self.streams.failing()
         elif isinstance(event, StopAsked):
             self.preempting.hear(event)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from echelon.control.roster import Who
 
@@ -28,8 +29,9 @@ class GiveUp:
     reason: str
 
 
-def after_end(who: Who, code: int, incarnation: int) -> Again | GiveUp:
-    """A worker or server of the run ended with `code` and nobody had asked it to.
+def after_end(who: Who, code: int, incarnation: int, strategy: Mapping[str, Any]) -> Again | GiveUp:
+    """A worker or server of the run ended with `code` and nobody had asked it to; `incarnation` counts how often it was
+    started again before, `strategy` are the run's fields. Asked on its host and on the first: both must decide alike.
 
     This version starts neither again: what they held is gone, and only a copy of it could take the seat.
     """

@@ -26,7 +26,7 @@ from echelon.launch import blame, cause, crew, finish, guard, lastwords, restart
 from echelon.launch.asked import Asked, Stop, Waker
 from echelon.launch.blame import Exit, Verdict
 from echelon.launch.crew import Crew
-from echelon.launch.ends import Ends
+from echelon.launch.ends import IN_ORDER, Ends
 from echelon.launch.link import Link
 from echelon.launch.local import JOIN_TIMEOUT_S, Plan, RoleSpec
 from echelon.launch.meeting import Assembly
@@ -56,7 +56,7 @@ class Supervisor:
         self.crew, self.token = hosts or Crew(), token
         self.selector = selectors.DefaultSelector()
         self.streams = Streams(folder, self.selector, self._screen(), plan.num_local)
-        self.ends = Ends()
+        self.ends = Ends(folder.read().get("strategy", {}))
         self.cgroups: dict[Who, str] = {}
         self.stop: Stop | None = None
         self.preempting = Preempting(plan.grace_s, plan.again, self._stopping)
@@ -180,8 +180,8 @@ class Supervisor:
             self.display.note = self.crew.waiting()
 
     def _on_event(self, event: Event) -> None:
+        self.ends.hear(event)
         if isinstance(event, Failed):
-            self.ends.failures.append(event)
             self._first_failure()
         elif self.crew.several:
             self._on_host_event(event)
@@ -251,7 +251,8 @@ class Supervisor:
         self.ends.put(who, end)
         if end.ours or not end.failed or self.preempting.in_order(end):
             return
-        follows = restart.after_end(who, end.code, self.folder.processes[who].incarnation)
+        before = self.folder.processes[who].incarnation
+        follows = restart.after_end(who, end.code, before, self.ends.strategy)
         if isinstance(follows, restart.GiveUp):
             self._first_failure()
             return
@@ -352,7 +353,7 @@ class Supervisor:
     def _end(self) -> None:
         self.ending_since = self.ending_since or time.monotonic()
         self.seeing.close()
-        if self.plan.num_servers:
+        if self.plan.num_servers and self.code() in IN_ORDER:  # otherwise workers would see them go
             self.link.dismiss()
         self.link.emit(RunEnded(code=self.code(), reason=self.stop.reason if self.stop is not None else ""))
         if self.stop is not None and self.workers_since is None:

@@ -26,10 +26,11 @@ def runs_table() -> list[str]:
     for folder in rundir.every():
         record = folder.read()
         state, started = state_of(folder), float(record.get("started", 0.0))
+        servers = f"+{record['num_servers']}" if record.get("num_servers") else ""
         until = record.get("ended") or (time.time() if state == "running" else None)
         rows.append([
             folder.path.name, state, time.strftime("%Y-%m-%d %H:%M", time.localtime(started)),
-            duration(until - started) if until else "-", str(record.get("num_workers", "-")),
+            duration(until - started) if until else "-", f"{record.get('num_workers', '-')}{servers}",
             str(record.get("steps", "-")),
         ])  # fmt: skip
     if len(rows) == 1:

@@ -204,7 +204,7 @@ def test_the_coordinator_is_started_again_within_a_budget(ends, again):
 
 def test_this_version_starts_no_worker_and_no_server_again():
     for role in ("worker", "server"):
-        assert isinstance(restart.after_end(Who(role, 1), 137, 0), restart.GiveUp)
+        assert isinstance(restart.after_end(Who(role, 1), 137, 0, {"form": "ps"}), restart.GiveUp)
 
 
 # stuck
