@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -228,6 +229,46 @@ def test_nothing_is_left_of_servers(start_run, tmp_path, how):
     code = running.wait(LIMIT_S).code
     assert code == {"ctrl-c": 130, "supervisor killed": -9}.get(how, 137)
     wait_for_nothing(tmp_path, before, LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.case("servers leave nothing")
+def test_a_run_with_servers_that_is_ended_at_any_moment_leaves_nothing(start_run, tmp_path):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    draw, before = random.Random(seed), segments()
+    for turn in range(20):
+        how, moment = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL]), draw.uniform(0.2, 1.5)
+        print(f"round {turn}: {how.name} after {moment:.3f} s")
+        running = start_run(UP, "0.4" if draw.random() < 0.3 else "300", options=(*PS, "--grace-s", "1"))
+        time.sleep(moment)
+        running.process.send_signal(how)
+        code = running.wait(20).code
+        assert code in (0, -how, 128 + how), (how, moment, code)
+        wait_for_nothing(tmp_path, before, LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.case("a killed server is named")
+def test_a_server_killed_at_any_moment_is_named(start_run, tmp_path):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    draw, before = random.Random(seed), segments()
+    for turn in range(12):
+        rank, moment = draw.randrange(2), draw.uniform(0.0, 0.8)
+        print(f"round {turn}: server {rank} after {moment:.3f} s")
+        running = start_run(WAIT, options=PS)
+        pid = running.until(lambda run=running, rank=rank: run.pid("server", rank))
+        time.sleep(moment)
+        os.kill(pid, signal.SIGKILL)
+        result = running.wait()
+        told = re.sub(r"\s+", " ", result.err)
+        assert (result.code, f"server {rank} on" in told, f"Its pid was {pid}." in told) == (
+            137,
+            True,
+            True,
+        ), result.err
+        wait_for_nothing(tmp_path, before, LIMIT_S)
 
 
 @pytest.mark.case("SIGTERM to a server")
