@@ -83,7 +83,7 @@ def grad_sync(
     if compression and pays(group.size):
         wire = CodedWire(group, compression)
     elif world.servers is not None:
-        hosts = (world.size, world.worker_hosts, world.servers.hosts)
+        hosts = (world.worker_hosts, world.servers.hosts)
         share = servers_share(*hosts) if strategy.servers_share < 0 else Fraction(strategy.servers_share)
         wire = SumWire(group, world.servers, world.servers.new_model(), share)
     return AllReduceSync(params, group, wire=wire, **sizes)

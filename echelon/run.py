@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon import build, facts
+from echelon import away, build, facts
 from echelon.comm.group import Lost, Outcome
 from echelon.control.member import Member
 from echelon.data import randomness
@@ -193,7 +193,7 @@ class Run:
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips the global gradient's norm; returns the norm before. In mid-group there is nothing to clip."""
         self.machine.finish(model.parameters())
-        return self.machine.clip(model.parameters(), max_norm)
+        return away.clip_norm(self.machine, model.parameters(), max_norm)
 
     def clip_grad_value(self, model: nn.Module, limit: float) -> None:
         self.machine.finish(model.parameters())

@@ -11,7 +11,6 @@ A step is a transaction: applied everywhere or nowhere. The unit of replay is ev
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon import closures, faults
+from echelon import away, closures, faults
 from echelon.comm.group import Lost, Met, Outcome, merge
 from echelon.data.loader import Part
 from echelon.errors import LoopError
 from echelon.events import Sink, StepLost
 from echelon.loop import Counters, Rewindable, Stepping, Yielding
-from echelon.parallel.clip import clip_norm
-from echelon.parallel.gradsync import GradSync, Share, applying
+from echelon.parallel.gradsync import GradSync, Share
 from echelon.prepare.keep import Keeper
 from echelon.strategy import Strategy
 
@@ -265,7 +263,7 @@ class Machine:
     def _apply(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
         self.check(optimizer)
         if optimizer.elsewhere:
-            return self._apply_elsewhere(optimizer)
+            return away.step(self, optimizer)
         if optimizer.index in self.in_iteration:
             optimizer.twice = True
         if len(self.optimizers) > 1 or optimizer.twice:
@@ -276,35 +274,6 @@ class Machine:
         for update in self.after_apply:
             update(optimizer)
         return result
-
-    def _apply_elsewhere(self, optimizer: Stepping) -> None:
-        """The servers step; the parameters here are the new ones afterwards."""
-        self.before_change()
-        groups = optimizer.groups()
-        outcome = merge([sync.apply(optimizer.index, groups) for sync in optimizer.elsewhere])
-        if isinstance(outcome, Lost):
-            self.lose(outcome, optimizer)
-            return
-        optimizer.optimizer.state.clear()  # what a checkpoint fetched is of an earlier step now
-        self.count(optimizer)
-        for update in self.after_apply:
-            update(optimizer)
-
-    def clip(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Clips the global gradient's norm, wherever it is; gives the norm before."""
-        params = list(params)
-        ids = {id(p) for p in params}
-        there = [t for sync in self.syncs if sync.holds(ids) and (t := applying(sync)) is not None]
-        if not there:
-            return clip_norm(params, max_norm)
-        found = [sync.squares(params) for sync in there] if self.share.last else []
-        norm = (
-            math.sqrt(math.fsum(squares for squares, _ in found)) if all(ok for _, ok in found) else math.nan
-        )
-        factor = max_norm / (norm + 1e-6)
-        for sync in there if not factor > 1.0 else ():
-            sync.clip(params, factor)
-        return torch.tensor(norm, dtype=params[0].dtype if params else torch.float32)
 
     def check(self, optimizer: Stepping) -> None:
         """Self-checks, and the strategy's own clipping, on gradients that have met."""
@@ -319,7 +288,7 @@ class Machine:
                 "  Give both the same batch size, step once for each, or use run.mean(total, count) for each loss."
             )
         if self.strategy.clip_norm:
-            self.clip(optimizer.params(), self.strategy.clip_norm)
+            away.clip_norm(self, optimizer.params(), self.strategy.clip_norm)
 
     def count(self, optimizer: Stepping) -> None:
         self.counters.global_step = self.next_step(optimizer)

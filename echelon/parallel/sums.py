@@ -27,13 +27,14 @@ LEAST_BYTES = 64 * 1024
 """A piece below this is not worth a message to a server."""
 
 
-def servers_share(num_workers: int, worker_hosts: Sequence[str], server_hosts: Sequence[str]) -> Fraction:
-    """The part of the summing that servers take: only those on hosts of their own count, each host once."""
+def servers_share(worker_hosts: Sequence[str], server_hosts: Sequence[str]) -> Fraction:
+    """The part of the summing that servers take: only those on hosts of their own count, each host once. Workers of one host
+    meet in its memory and count as one."""
     apart = set(server_hosts) - set(worker_hosts)
     hosts = max(1, len(set(worker_hosts)))
     found = shares(hosts, len(apart))
     whole = found.server * len(apart) + found.worker * hosts
-    return Fraction(found.server * len(apart), whole) if num_workers > 1 else Fraction(0)
+    return Fraction(found.server * len(apart), whole)
 
 
 class SumWire(PlainWire):

@@ -1,0 +1,48 @@
+"""Steps whose optimizer runs on servers, and clipping of gradients wherever they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from echelon.comm.group import Lost, merge
+from echelon.loop import Stepping
+from echelon.parallel import clip
+from echelon.parallel.gradsync import applying
+
+if TYPE_CHECKING:
+    from echelon.step import Machine
+
+
+def step(machine: Machine, optimizer: Stepping) -> None:
+    """The servers step; the parameters here are the new ones afterwards."""
+    machine.before_change()
+    groups = optimizer.groups()
+    outcome = merge([sync.apply(optimizer.index, groups) for sync in optimizer.elsewhere])
+    if isinstance(outcome, Lost):
+        machine.lose(outcome, optimizer)
+        return
+    optimizer.optimizer.state.clear()  # what a checkpoint fetched is of an earlier step now
+    machine.count(optimizer)
+    for update in machine.after_apply:
+        update(optimizer)
+
+
+def clip_norm(machine: Machine, params: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clips the global gradient's norm, wherever it is; gives the norm before."""
+    params = list(params)
+    ids = {id(p) for p in params}
+    there = [t for sync in machine.syncs if sync.holds(ids) and (t := applying(sync)) is not None]
+    if not there:
+        return clip.clip_norm(params, max_norm)
+    found = [sync.squares(params) for sync in there] if machine.share.last else []
+    finite = all(ok for _, ok in found)
+    norm = math.sqrt(math.fsum(squares for squares, _ in found)) if finite else math.nan
+    factor = max_norm / (norm + 1e-6)
+    for sync in there if not factor > 1.0 else ():
+        sync.clip(params, factor)
+    return torch.tensor(norm, dtype=params[0].dtype if params else torch.float32)
