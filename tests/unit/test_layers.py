@@ -84,6 +84,10 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.host",
     "echelon.ps.tables",
     "echelon.ps.client",
+    "echelon.ps.together",
+    "echelon.ps.shard",
+    "echelon.ps.session",
+    "echelon.ps.worker",
 )
 """Needs torch, while the rest of its package does not."""
 
