@@ -36,6 +36,8 @@ def clip_norm(machine: Machine, params: Iterable[Tensor], max_norm: float) -> Te
     """Clips the global gradient's norm, wherever it is; gives the norm before."""
     params = list(params)
     ids = {id(p) for p in params}
+    if machine.strategy.update == "bounded" and max_norm == machine.strategy.clip_norm:
+        return torch.tensor(math.nan)  # the server clips
     there = [t for sync in machine.syncs if sync.holds(ids) and (t := applying(sync)) is not None]
     if not there:
         return clip.clip_norm(params, max_norm)

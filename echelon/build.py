@@ -16,10 +16,12 @@ from echelon.comm.pick import Groups, backend_for, device_for
 from echelon.control.member import Member
 from echelon.data.deal import Cut
 from echelon.env import Place
+from echelon.errors import StrategyError
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.pushpull import PushSync
+from echelon.parallel.stale import StaleSync
 from echelon.parallel.sums import SumWire, servers_share
 from echelon.parallel.wire import PlainWire, Wire
 from echelon.ps.worker import Servers
@@ -77,6 +79,14 @@ def grad_sync(
         "bucket_bytes": int(strategy.bucket_mib * MIB),
         "first_bucket_bytes": int(strategy.first_bucket_mib * MIB),
     }
+    if world.servers is not None and strategy.update == "bounded":
+        if strategy.clip_norm and len(world.servers) > 1:
+            raise StrategyError(
+                f"clip_norm with update=bounded and {len(world.servers)} servers: each would know only its part of the norm",
+                remedy="Use --servers 1, or update=sync.",
+            )
+        limits = (strategy.staleness, strategy.clip_norm)
+        return StaleSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
     if world.servers is not None and strategy.apply == "server":
         return PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
     wire: Wire = PlainWire(group)

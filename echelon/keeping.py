@@ -185,6 +185,7 @@ class Keeping:
         step = self.machine.counters.global_step
         if self.last is None or self.last.step != step or self.last.state == "failed":
             since = time.monotonic()
+            self.machine.drain()
             if self.machine.committed:
                 for loader in self.machine.loaders:
                     loader.mark()

@@ -243,6 +243,7 @@ class Run:
         return dict(result)
 
     def _evaluate(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
+        self.machine.drain()
         feed = feed_of(loader) or self.prepared.feed(loader, trains=False)
         stop = self.prepared.stop_wanted if self.machine.clean else lambda: False
         average = self.averages.get(id(model))
@@ -273,6 +274,7 @@ class Run:
         self.keeping.pause("save")
         if self.trail.moment("save") is None:
             return target
+        self.machine.drain()
         with average.swapped() if average else contextlib.nullcontext():
             saving.write_once(models.state(model), target, self.exchange)
         return target

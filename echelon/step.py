@@ -121,6 +121,7 @@ class Machine:
 
     def end_loop(self, loop: Yielding) -> None:
         """A loader's loop is over: what is around it (an outer loop, or nothing) is current again."""
+        self.drain()
         self.last_loop = loop.rank_samples
         if loop in self.open_loops:
             self.open_loops.remove(loop)
@@ -354,6 +355,11 @@ class Machine:
     def global_loss(self, loss: Any) -> Any:
         """A closure's loss over the global batch; replaced by the run, which has the group."""
         return loss
+
+    def drain(self) -> None:
+        """Parameters are those after the last step: before they are saved, evaluated or shown."""
+        for sync in self.syncs:
+            sync.drain()
 
     def drop_group(self) -> bool:
         """The script left a loop in mid-group: what the group holds is of no use. Says whether there was anything."""

@@ -249,6 +249,16 @@ def require_whole(strategy: Strategy) -> None:
         "With batch=global the learning rate is not scaled.",
     )
     _need(
+        strategy.form == "ps" or strategy.update == "sync",
+        f"update={strategy.update} goes with ps, not with {strategy.form}",
+        f"Start it with --servers 1 --strategy ps,update={strategy.update}, or leave it out.",
+    )
+    _need(
+        strategy.staleness == 0 or strategy.update == "bounded",
+        f"staleness={strategy.staleness} goes with update=bounded, not with {strategy.update}",
+        f"Write update=bounded,staleness={strategy.staleness}.",
+    )
+    _need(
         strategy.apply == "worker" or strategy.form == "ps",
         f"apply=server goes with ps, not with {strategy.form}",
         "Start it with --servers 1 --strategy ps,apply=server, or leave it out.",
@@ -277,10 +287,11 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "update", "staleness", "backup", "local_steps", "replicas", "level", "schedule",
+        "data", "backup", "local_steps", "replicas", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
+    missing += [f"`update={strategy.update}`"] if strategy.update in ("async", "local") else []
     missing += ["backend=threads"] if strategy.backend == "threads" else []
     if missing:
         raise StrategyError(

@@ -374,6 +374,9 @@ class AllReduceSync:
         if self.order is not None and self.meetings and not self.group.local:
             places.learn(self, Deadline.after(MEETING_LIMIT_S))
 
+    def drain(self) -> None:
+        pass
+
     def lost(self) -> Outcome:
         return merge(self.outcomes)
 

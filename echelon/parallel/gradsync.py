@@ -108,6 +108,10 @@ class GradSync(Protocol):
         """How the backwards since the last commit went, without ending anything."""
         ...
 
+    def drain(self) -> None:
+        """Blocks until the parameters have seen every step that was taken; for forms in which they may be behind."""
+        ...
+
     def forget(self) -> None:
         """The step was lost: drops all gradients, sealed ones too."""
         ...

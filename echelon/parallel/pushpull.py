@@ -196,15 +196,7 @@ class PushSync(AllReduceSync):
             return
         late, self.open = not self.open, True
         self._thaw()
-        for slot in self.slots:
-            if slot.pending is not None or slot.sealed is not None:
-                self._add_rest(slot)
-            elif (
-                slot.param.grad is not None
-                and not isinstance(slot.param.grad, OnServers)
-                and slot.view is not None
-            ):
-                self._write(slot, slot.param, slot.param.grad.detach(), self.share)  # the script's own
+        self._collect()
         for bucket in self.buckets:
             never = bucket.index not in self.pushed and bucket.tail is None
             if bucket.index in self.changed or never:
@@ -217,6 +209,15 @@ class PushSync(AllReduceSync):
             self._hand_back()
         self._met(outcome, time.perf_counter() - began)
         self._reset()
+
+    def _collect(self) -> None:
+        """What did not come through a hook: earlier micro-steps of the group, gradients that the script set itself."""
+        for slot in self.slots:
+            grad = slot.param.grad
+            if slot.pending is not None or slot.sealed is not None:
+                self._add_rest(slot)
+            elif grad is not None and not isinstance(grad, OnServers) and slot.view is not None:
+                self._write(slot, slot.param, grad.detach(), self.share)
 
     def _add_rest(self, slot: Slot) -> None:
         """What earlier micro-steps of the group left, in a slot that got nothing in the last one."""

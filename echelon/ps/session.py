@@ -6,6 +6,7 @@ train.push     gradients of some ranges: provisional, answered once they were us
 train.back     takes a push back
 train.squares  what every worker's pushes sum up to: squares and whether it is finite
 train.apply    every worker's optimizer steps: all get the new values
+train.step     a worker's part of an update and its step in one, where workers are not at one place (steps.py)
 train.values   worker 0 changed values itself
 train.state    the optimizer's state of some ranges
 train.load     … and back
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from echelon.errors import EchelonError, UsageError, WireError
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.shard import Shard
+from echelon.ps.steps import Updates, check_same
 from echelon.ps.together import Together, refuse_all
 
 NAME = "train"
@@ -39,6 +42,7 @@ class Training:
         self.updates = self.sums = 0
         self._lock = threading.Lock()
         self._shards: dict[int, tuple[threading.Lock, Shard]] = {}
+        self._updates: dict[int, Updates] = {}
         self._early: dict[int, list[Request]] = {}
         """Opened by workers before worker 0 brought the values."""
         self._verbs: dict[str, Callable[[Request], None]] = {
@@ -48,6 +52,7 @@ class Training:
             "back": self._back,
             "squares": self._squares,
             "apply": self._apply,
+            "step": self._step_apart,
             "values": self._values,
             "state": self._state,
             "load": self._load,
@@ -104,6 +109,7 @@ class Training:
                     refuse_all([*self._early.pop(model, []), request], error)
                     return
                 self._shards[model] = (threading.Lock(), shard)
+                self._updates[model] = Updates(shard)
                 waiting = [*self._early.pop(model, []), request]
             elif model not in self._shards:
                 self._early.setdefault(model, []).append(request)
@@ -161,6 +167,27 @@ class Training:
         self.updates += 1
         for one in requests:
             one.answer({"updates": shard.updates}, [shard.memory])
+
+    def _step_apart(self, request: Request) -> None:
+        lock, _ = self._of(request)
+        updates = self._updates[int(request.head["model"])]
+        number = int(request.head["number"])
+        with lock:
+            if request.head["alone"]:
+                self._carry_out([request], lambda: updates.carry_out([request]))
+                self.updates += 1
+                return
+        all_of_them = self.together.add(("step", request.head["model"], number), request)
+        if all_of_them is None:
+            return
+        differs = check_same(all_of_them)
+        if differs is not None:
+            refuse_all(all_of_them, differs)
+            return
+        with lock:
+            for due in updates.complete(number, all_of_them):
+                self._carry_out(due, partial(updates.carry_out, due))
+                self.updates += 1
 
     def _all(self, request: Request, what: str) -> list[Request] | None:
         """All workers' requests, if they ask for the same."""

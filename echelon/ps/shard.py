@@ -71,21 +71,28 @@ class Shard:
             )
         left: set[int] = set()
         for run, tensor in zip(keys, request.tensors, strict=True):
-            at = 0
-            for key in run:
-                value = self.values.get(key)
-                if value is None or value.dtype != tensor.dtype or at + value.numel() > tensor.numel():
-                    raise UsageError(
-                        f"worker {rank} pushed {tensor.numel()} {tensor.dtype} for range {key}, which is "
-                        + (f"{value.numel()} of {value.dtype}" if value is not None else "not held here"),
-                    )
+            for key, part in self.split(run, tensor, f"worker {rank}").items():
                 if key in mine.parts:
                     raise UsageError(f"worker {rank} pushed range {key} twice in one step")
-                mine.parts[key] = tensor.view(-1)[at : at + value.numel()]
+                mine.parts[key] = part
                 mine.by_key[key] = number
                 left.add(key)
-                at += value.numel()
         mine.pushes[number] = Push(request, left)
+
+    def split(self, keys: Sequence[int], tensor: Tensor, whose: str) -> dict[int, Tensor]:
+        """The gradients of these keys, which lie in `tensor` one behind the other."""
+        found: dict[int, Tensor] = {}
+        at, flat = 0, tensor.view(-1)
+        for key in keys:
+            value = self.values.get(key)
+            if value is None or value.dtype != tensor.dtype or at + value.numel() > tensor.numel():
+                raise UsageError(
+                    f"{whose} pushed {tensor.numel()} {tensor.dtype} for range {key}, which is "
+                    + (f"{value.numel()} of {value.dtype}" if value is not None else "not held here"),
+                )
+            found[key] = flat[at : at + value.numel()]
+            at += value.numel()
+        return found
 
     def take_back(self, rank: int, number: int) -> None:
         """What was pushed in this call and has not been used does not count."""
@@ -147,11 +154,27 @@ class Shard:
         """One step of an optimizer: of each group on its keys, with the group's factor times the summed gradient."""
         for recipe, factor, keys in groups:
             for key in keys:
-                held = self.ranges.get((optimizer, key))
-                if held is None:
-                    held = self.ranges[optimizer, key] = Range(recipe, self.values[key])
-                held.apply(self.total(key), scale=factor, numbers=recipe)
+                self._range(optimizer, key, recipe).apply(self.total(key), scale=factor, numbers=recipe)
         self.updates += 1
+
+    def step(
+        self,
+        optimizer: int,
+        groups: Sequence[tuple[Recipe, Sequence[int]]],
+        sums: Mapping[int, Tensor],
+        factor: float,
+    ) -> None:
+        """As apply(), with gradients that were never pushed here."""
+        for recipe, keys in groups:
+            for key in keys:
+                self._range(optimizer, key, recipe).apply(sums[key], scale=factor, numbers=recipe)
+        self.updates += 1
+
+    def _range(self, optimizer: int, key: int, recipe: Recipe) -> Range:
+        held = self.ranges.get((optimizer, key))
+        if held is None:
+            held = self.ranges[optimizer, key] = Range(recipe, self.values[key])
+        return held
 
     def used(self, keys: Sequence[int]) -> None:
         """What was pushed for these keys has been used, or is not wanted: it may go."""

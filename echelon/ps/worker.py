@@ -213,6 +213,45 @@ class Held:
                 found[r.holder.rank].append(r.key)
         return found
 
+    def rooms(self) -> list[Tensor]:
+        """Memory for the values of all servers, one each."""
+        return [link.buffer(x.nbytes) for link, x in zip(self.servers.links, self.pulled, strict=True)]
+
+    def step(
+        self,
+        optimizer: int,
+        groups: Sequence[tuple[Recipe, Sequence[str]]],
+        parts: Sequence[tuple[Tensor, list[list[tuple[list[int], int, int]]]]],
+        used: Sequence[str],
+        out: Sequence[Tensor],
+        **numbers: Any,
+    ) -> tuple[int, list[Pending]]:
+        """A part of an update and its step in one call to each server, which has copies of `parts` when this returns: the number of
+        the update, and the calls. `out` is written before they are done."""
+        number = self.servers.number(self.model)
+        keyed = [(recipe.to_plain(), self.keys(names)) for recipe, names in groups]
+        mine = self.keys(used)
+        calls = []
+        for index, link in enumerate(self.servers.links):
+            keys: list[list[int]] = []
+            payload: list[Tensor] = []
+            for flat, runs in parts:
+                keys += [run for run, _, _ in runs[index]]
+                payload += [flat[begin:end].clone() for _, begin, end in runs[index]]
+            head: dict[str, Any] = {
+                "model": self.model, "number": number, "optimizer": optimizer, "keys": keys, "used": mine[index],
+                "groups": [[plain, by_server[index]] for plain, by_server in keyed], **numbers,
+            }  # fmt: skip
+            calls.append(link.call("train.step", head, payload, out=[out[index]]))
+        return number, calls
+
+    @torch.no_grad()
+    def take(self, memory: Sequence[Tensor]) -> None:
+        """The parameters become what lies in these (of rooms())."""
+        for index, x in enumerate(memory):
+            self.pulled[index].copy_(x)
+        self.swap_in()
+
     def squares(self, names: Sequence[str]) -> tuple[list[float], bool]:
         """Each tensor's sum of squares of its global gradient, and whether all are finite. Every worker calls it."""
         number = self.servers.number(self.model)

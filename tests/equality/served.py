@@ -20,20 +20,23 @@ FORMS = {
     "sums": {"form": "ps", "servers_share": 1.0},
     "some": {"form": "ps", "servers_share": 0.4},
     "applied": {"form": "ps", "apply": "server"},
+    "bounded": {"form": "ps", "update": "bounded"},
+    "behind": {"form": "ps", "update": "bounded", "staleness": 3},
 }
 
 
 def cell(first, form, kind, optimizer, accumulate, microbatches):
-    run = make(first, form, accumulate=accumulate, microbatches=microbatches)
     model, dataset = zoo.make(kind)
     opt, scheduler, clip = zoo.optimizer_for(optimizer, model, zoo.num_steps(accumulate))
+    by_server = {"clip_norm": clip or 0.0} if form in ("bounded", "behind") else {}
+    run = make(first, form, accumulate=accumulate, microbatches=microbatches, **by_server)
     model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))
     if scheduler:
         run.prepare(scheduler)
     for _ in run.epochs(zoo.EPOCHS):
         for x, y in loader:
             zoo.mean_ce(model(x), y).backward()
-            if clip:
+            if clip and not by_server:
                 run.clip_grad_norm(model, clip)
             opt.step()
             if scheduler:
@@ -62,7 +65,7 @@ def main():
     first = echelon.init()
     results = {}
     for form in FORMS:
-        for case in zoo.CELLS if form != "some" else zoo.CELLS[::3]:
+        for case in zoo.CELLS if form not in ("some", "behind") else zoo.CELLS[::3]:
             results[form, case] = tried(lambda form=form, case=case: cell(first, form, *case))
     chosen = sys.argv[2].split(",") if len(sys.argv) > 2 and sys.argv[2] else []
     for name in chosen:

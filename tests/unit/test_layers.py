@@ -88,6 +88,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.shard",
     "echelon.ps.session",
     "echelon.ps.worker",
+    "echelon.ps.steps",
 )
 """Needs torch, while the rest of its package does not."""
 

@@ -1,0 +1,152 @@
+"""Bounded staleness as a GradSync (ps, update=bounded): a worker goes on while the last updates are still being made.
+
+Update s is the sum of all workers' parts of global batch s, applied by the servers in order. A worker computes step s on
+parameters of update s - staleness or later: after its step it waits only for the answer of the update that the next step needs,
+and takes the newest that is there. Gradients stay here until step(), then part and step travel in one call. With staleness=0
+that is sync, bit for bit.
+
+Nobody meets but on the servers: what was asked to stop travels with the parts, comes back with the answer of update u, and
+counts after step u + staleness, which nobody can have passed before hearing of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.comm.group import Group, Met, Outcome
+from echelon.errors import LinkLost, PeerLost, UsageError
+from echelon.parallel.buckets import Bucket
+from echelon.parallel.elsewhere import OnServers
+from echelon.parallel.gradsync import Groups
+from echelon.parallel.pushpull import PushSync
+from echelon.ps.pending import Pending
+from echelon.ps.worker import Servers, lost
+
+
+class StaleSync(PushSync):
+    """See GradSync. `clip_norm` is the strategy's: it is applied where the sum is."""
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter, bool]],
+        group: Group,
+        servers: Servers,
+        model: int,
+        staleness: int,
+        clip_norm: float = 0.0,
+        **sizes: int,
+    ) -> None:
+        self.staleness, self.clip_norm = staleness, clip_norm
+        super().__init__(params, group, servers, model, **sizes)
+        self.rooms = [self.held.rooms() for _ in range(staleness + 1)]
+        self.flying: deque[tuple[int, list[Pending]]] = deque()
+        """Updates asked for and not answered, the oldest first."""
+        self.version = 0
+        """The newest update that the parameters here have seen."""
+        self.stop_at: int | None = None
+        self.optimizer: int | None = None
+
+    # -- a backward: nothing leaves --------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        pass
+
+    def _reclaim(self, bucket: Bucket) -> None:
+        pass
+
+    def finish(self) -> None:
+        if not self.open and (self.met_in_micro or not self.share.last):
+            return
+        self.open = True
+        self._thaw()
+        self._collect()
+        for slot in self.slots:
+            slot.param.grad = OnServers.of(slot.name, slot.param) if slot.index in self.filled else None
+        self._met(Met(), 0.0)
+        self._reset()
+
+    def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
+        raise UsageError(
+            "with update=bounded nobody knows the norm of a gradient before its update: other workers may be steps behind",
+            remedy="Use clip_norm=… of the strategy, which the server applies, or update=sync.",
+        )
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def apply(self, optimizer: int, groups: Groups) -> Outcome:
+        if self.optimizer not in (None, optimizer):
+            raise UsageError(
+                "with update=bounded a model has one optimizer: updates are counted by it",
+                remedy="Put the parameter groups into one optimizer, or use update=sync.",
+            )
+        self.optimizer = optimizer
+        self._upload_changes()
+        began = time.perf_counter()
+        try:
+            number = self._send(optimizer, groups)
+            self._catch_up(self.staleness)
+            if self.stop_at is not None and number >= self.stop_at:
+                self._catch_up(0)
+                self.stop_seen = True
+        except (LinkLost, PeerLost) as error:
+            return lost(error)
+        finally:
+            self.wait_s += time.perf_counter() - began
+        self._note_versions()
+        return Met()
+
+    def _send(self, optimizer: int, groups: Groups) -> int:
+        named = [(recipe, [s.name for s in self._mine(params) if s.bucket]) for recipe, params in groups]
+        stepping = {s.index for _, params in groups for s in self._mine(params)}
+        parts = []
+        for bucket in self.buckets:
+            if bucket.tail is None:
+                for slot in bucket.slots:
+                    if slot.index not in self.filled and slot.view is not None:
+                        slot.view.zero_()
+                flat = bucket.flat if bucket.flat.device.type == "cpu" else bucket.flat.cpu()
+                parts.append((flat, self.runs[bucket.index]))
+        used = [s.name for s in self.slots if s.index in self.filled and s.index in stepping]
+        room = self.rooms[(self.servers_number() + 1) % len(self.rooms)]
+        number, calls = self.held.step(
+            optimizer, named, parts, used, room, version=self.version, stop=self.stop_wanted(), alone=False,
+            clip_norm=self.clip_norm,
+        )  # fmt: skip
+        self.flying.append((number, calls))
+        self.filled -= stepping
+        return number
+
+    def servers_number(self) -> int:
+        return self.held.servers.numbers.get(self.model, 0)
+
+    def _catch_up(self, behind: int) -> None:
+        """Waits until at most `behind` updates are under way, and takes the newest values that are here."""
+        newest = None
+        while self.flying and (len(self.flying) > behind or all(call.done for call in self.flying[0][1])):
+            number, calls = self.flying.popleft()
+            replies = self.held.servers.wait(calls, f"update {number} of the servers")
+            newest = number
+            if self.stop_at is None and any(reply.head["stop"] for reply in replies):
+                self.stop_at = number + self.staleness
+        if newest is not None:
+            self.held.take(self.rooms[newest % len(self.rooms)])
+            self.version = newest
+
+    def drain(self) -> None:
+        """Blocks until the parameters have seen every update that was asked for."""
+        if self.flying:
+            self._catch_up(0)
+            self._note_versions()
+
+    def state(self, optimizer: int, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
+        self.drain()
+        return super().state(optimizer, params)
+
+    def load(self, optimizer: int, groups: Groups, state: Any) -> None:
+        self.drain()
+        super().load(optimizer, groups, state)

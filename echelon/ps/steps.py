@@ -1,0 +1,101 @@
+"""Whole steps on a server, where workers need not be at the same place: bounded staleness.
+
+A call brings a worker's part of one update, and its answer are the values after that update. Update s happens when every
+worker's part of it is here, in the order of s; a worker may send parts of later updates meanwhile. The parts are summed in
+the order of ranks, so that without staleness every bit is that of sync.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.errors import UsageError, WireError
+from echelon.native import update
+from echelon.ps.recipes import Recipe
+from echelon.ps.service import Request
+from echelon.ps.shard import Shard
+from echelon.ps.staleness import Staleness
+
+Group = tuple[Recipe, Sequence[int]]
+
+
+class Updates:
+    """The updates of one shard. `carry_out` is called with the shard's lock held."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.ready: dict[int, list[Request]] = {}
+        """Updates of which all parts are here, and which come after one that is not."""
+        self.next = 1
+        self.staleness = Staleness()
+
+    def complete(self, number: int, requests: list[Request]) -> list[list[Request]]:
+        """All parts of update `number` are here: which updates happen now, in order."""
+        self.ready[number] = requests
+        found = []
+        while self.next in self.ready:
+            found.append(self.ready.pop(self.next))
+            self.next += 1
+        return found
+
+    def carry_out(self, requests: list[Request]) -> None:
+        """One update from these parts, in the order in which they are given. Answers them."""
+        shard, head = self.shard, requests[0].head
+        parts = [_parts(shard, request) for request in requests]
+        used = {int(key) for request in requests for key in request.head["used"]}
+        stop = any(bool(request.head["stop"]) for request in requests)
+        groups = [
+            (Recipe.from_plain(recipe), [k for k in keys if k in used]) for recipe, keys in head["groups"]
+        ]
+        sums = {key: _sum([p[key] for p in parts]) for _, keys in groups for key in keys}
+        factor = _factor(list(sums.values()), float(head["clip_norm"]))
+        for request in requests:
+            self.staleness.add(max(0, shard.updates - int(request.head["version"])))
+        shard.step(int(head["optimizer"]), groups, sums, factor)
+        for request in requests:
+            request.answer({"updates": shard.updates, "stop": stop}, [shard.memory])
+
+
+def _parts(shard: Shard, request: Request) -> dict[int, Tensor]:
+    keys = request.head["keys"]
+    if len(keys) != len(request.tensors):
+        raise WireError(f"{request.peer} sent {len(request.tensors)} tensors for {len(keys)} runs of keys")
+    found: dict[int, Tensor] = {}
+    for run, tensor in zip(keys, request.tensors, strict=True):
+        found |= shard.split(run, tensor, str(request.peer))
+    return found
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    out = torch.add(parts[0], parts[1])
+    for part in parts[2:]:
+        out.add_(part)
+    return out
+
+
+def _factor(sums: Sequence[Tensor], clip_norm: float) -> float:
+    """As torch.nn.utils.clip_grad_norm_, over what this server holds: everything, or clip_norm was refused."""
+    if clip_norm <= 0:
+        return 1.0
+    norm = math.sqrt(math.fsum(update.sum_of_squares(x) for x in sums))
+    factor = clip_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
+
+
+def check_same(requests: list[Request]) -> UsageError | None:
+    """Do all workers step by the same numbers?"""
+    first = requests[0]
+    for other in requests[1:]:
+        for name in ("optimizer", "groups", "clip_norm"):
+            if other.head[name] != first.head[name]:
+                return UsageError(
+                    f"worker {other.peer.rank} steps with another {name} than worker {first.peer.rank}",
+                    remedy="Learning rates, parameter groups and clipping must be the same on every worker.",
+                )
+    return None
