@@ -177,6 +177,29 @@ def test_buffers_are_read_and_written_in_place(link):
         link.release(buffer)
 
 
+def test_shared_memory_costs_no_descriptors_and_goes_with_its_last_tensor(host):
+    def fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def segments() -> int:
+        with open("/proc/self/maps") as maps:
+            return maps.read().count("memfd:echelon-ps")
+
+    before = segments()
+    with connect(host) as link:
+        began = fds()
+        buffers = [link.buffer(8 << 20) for _ in range(6)]
+        ask(link, "whose")
+        assert fds() == began
+        assert segments() >= before + 2
+    kept = buffers[0].fill_(7)
+    del buffers
+    until(lambda: segments() == before + 1)
+    assert kept.eq(7).all()
+    del kept
+    assert segments() == before
+
+
 def test_buffers_that_were_released_are_used_again(link):
     first = link.buffer(1 << 20)
     where = first.data_ptr()
