@@ -1,13 +1,14 @@
 """Push-pull on one host, 2 workers and 1 server: Echelon beside a parameter server written with torch.distributed.rpc.
 
-    python benchmarks/push_pull.py [--mib 100] [--rounds 20] [--keys 10000] [--ray PYTHON] [--file]
+    python benchmarks/push_pull.py [--mib 100] [--rounds 20] [--keys 10000] [--ray PYTHON] [--tensorflow PYTHON] [--file]
 
 Both sides run all the time and take turns, round by round; in a round both workers push and pull at a time, and its time is that of
 the slower one. "large" starts and ends in ordinary memory, as RPC does; "buffers" in Client.buffer, which the server shares. The limit
 of memory is the bytes that must be read or written, at the rate that both workers reach together in a plain copy in the same round:
 with buffers 4 times the table for each worker (gradient read, values read and written, `out` written), from ordinary memory 8
 times (each end copied once as well). "small": a table for each of --keys parameters of 64 numbers, push-pulls a second of both workers together. --ray
-names the Python of a virtual environment that has Ray and NumPy, for a third side made of actors.
+names the Python of a virtual environment that has Ray and NumPy, for a side made of actors ("ray in place": answers stay in Ray's own
+shared memory, as those of "buffers" do); --tensorflow one with TensorFlow, for its ParameterServerStrategy.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ SMALL = 64
 GOAL, LIMIT_GOAL, SMALL_GOAL = 3.0, 2.0, 3000
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
 class Process:
     def __init__(self, side: str, rank: int, told: dict[str, Any], python: str = sys.executable) -> None:
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [python, str(WORKER), side, str(rank), json.dumps(told)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
         )  # fmt: skip
+        STARTED.append(self.process)
 
     def say(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -54,16 +59,6 @@ class Process:
                 raise SystemExit("a worker of the benchmark ended")
             if line.startswith(('"', "{")) or line[0].isdigit():
                 return json.loads(line)
-
-    def hang_up(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-
-    def wait(self) -> None:
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
 
 class Side:
@@ -84,33 +79,49 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def echelon_side(told: dict[str, Any], token_file: Path) -> tuple[Side, subprocess.Popen[str]]:
+def echelon_side(told: dict[str, Any], token_file: Path) -> Side:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     server = subprocess.Popen(
         [sys.executable, "-m", "echelon", "serve", "--token-file", str(token_file)], stdout=subprocess.PIPE, text=True, env=env
     )  # fmt: skip
+    STARTED.append(server)
     assert server.stdout is not None
     address = next(found for line in server.stdout if (found := re.search(r'connect\("(.*)"\)', line)))
     told = {**told, "address": address[1], "token": token_file.read_text().strip()}
     workers = [Process("echelon", rank, told) for rank in range(2)]
     for worker in workers:
         worker.hear()
-    return Side(workers), server
+    return Side(workers)
 
 
-def rpc_side(told: dict[str, Any]) -> tuple[Side, Process]:
+def rpc_side(told: dict[str, Any]) -> Side:
     told = {**told, "port": free_port()}
     processes = [Process("rpc", rank, told) for rank in (2, 0, 1)]
     for process in processes:
         process.hear()
-    return Side(processes[1:]), processes[0]
+    return Side(processes[1:])
+
+
+def tensorflow_side(told: dict[str, Any], python: str) -> Side:
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(4)]
+    told = {**told, "cluster": {"worker": ports[:2], "ps": ports[2:3], "chief": ports[3:]}}
+    servers = [Process("tensorflow-server", rank, told, python) for rank in range(3)]
+    for server in servers:
+        server.hear()
+    chief = Process("tensorflow", 0, told, python)
+    chief.hear()
+    return Side([chief])
 
 
 def large(ours: Side, peers: dict[str, Side], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ("large", "buffers", "copies", *peers)}
+    if "ray" in peers:
+        times["ray in place"] = []
     for at in range(rounds + 2):
         row = {name: ours.seconds(name) for name in ("large", "buffers", "copies")}
         row |= {name: side.seconds("large") for name, side in peers.items()}
+        if "ray" in peers:
+            row["ray in place"] = peers["ray"].seconds("buffers")
         if at >= 2:  # pages are touched, states made
             for name, seconds in row.items():
                 times[name].append(seconds)
@@ -129,12 +140,12 @@ def small(ours: Side, peer: Side, keys: int, rounds: int) -> dict[str, list[floa
     return rates
 
 
-def told_of(times: dict[str, list[float]], rates: dict[str, list[float]], peers: list[str]) -> dict[str, Any]:
+def told_of(times: dict[str, list[float]], rates: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, ratios within a round, and the share of the limit."""
     results: dict[str, Any] = {
         f"{name} ms": 1e3 * statistics.median(seconds) for name, seconds in times.items()
     }
-    for name in peers:
+    for name in times.keys() - {"large", "buffers", "copies"}:
         for way in ("large", "buffers"):
             ratios = [theirs / mine for theirs, mine in zip(times[name], times[way], strict=True)]
             results[f"{name} / {way}"] = record.verdict(ratios, GOAL)
@@ -156,6 +167,33 @@ def told_of(times: dict[str, list[float]], rates: dict[str, list[float]], peers:
     return results
 
 
+def measure(
+    args: argparse.Namespace, told: dict[str, Any], token_file: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    ours, rpc = echelon_side(told, token_file), rpc_side(told)
+    peers = {"rpc": rpc}
+    if args.ray:
+        peers["ray"] = Side([Process("ray", 0, told, args.ray)])
+        peers["ray"].workers[0].hear()
+    if args.tensorflow:
+        peers["tensorflow"] = tensorflow_side(told, args.tensorflow)
+    return large(ours, peers, args.rounds), small(ours, rpc, args.keys, max(3, args.rounds // 4))
+
+
+def end_all() -> None:
+    """Hangs up on all before any is waited for: RPC ends together. What does not end is killed."""
+    for process in STARTED:
+        if process.stdin is not None:
+            process.stdin.close()
+        else:
+            process.terminate()
+    for process in STARTED:
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -164,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--keys", type=int, default=10_000)
     parser.add_argument("--ray", metavar="PYTHON")
+    parser.add_argument("--tensorflow", metavar="PYTHON")
     parser.add_argument("--file", action="store_true", help="leave a file in benchmarks/results")
     args = parser.parse_args()
     told = {"numel": args.mib * 2**20 // 4, "keys": args.keys, "small": SMALL}
@@ -171,22 +210,11 @@ def main() -> None:
         token_file = Path(folder) / "token"
         token_file.touch(0o600)
         token_file.write_text(secrets.token_hex(32))
-        ours, server = echelon_side(told, token_file)
-        rpc, rpc_server = rpc_side(told)
-        peers = {"rpc": rpc}
-        if args.ray:
-            peers["ray"] = Side([Process("ray", 0, told, args.ray)])
-            peers["ray"].workers[0].hear()
-        times = large(ours, peers, args.rounds)
-        rates = small(ours, rpc, args.keys, max(3, args.rounds // 4))
-        processes = [*ours.workers, *(w for side in peers.values() for w in side.workers), rpc_server]
-        for process in processes:  # all of them, before any is waited for: RPC ends together
-            process.hang_up()
-        for process in processes:
-            process.wait()
-        server.terminate()
-        server.wait(20)
-    results = told_of(times, rates, list(peers))
+        try:
+            times, rates = measure(args, told, token_file)
+        finally:
+            end_all()
+    results = told_of(times, rates)
     for name, value in results.items():
         print(f"{name:36} {value if not isinstance(value, float) else round(value, 2)}")
     if args.file:

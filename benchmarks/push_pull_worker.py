@@ -1,6 +1,6 @@
 """One worker (or the server, or all of a peer's cluster) of benchmarks/push_pull.py: told over its standard input what to do, answers with seconds.
 
-push_pull_worker.py echelon|rpc|rpc-server|ray RANK JSON
+push_pull_worker.py echelon|rpc|ray|tensorflow|tensorflow-server RANK JSON
 """
 
 from __future__ import annotations
@@ -157,19 +157,70 @@ def ray(rank: int, told: dict[str, Any]) -> None:
     class Worker:
         def __init__(self, server: Any) -> None:
             self.server, self.grad = server, numpy.random.randn(numel).astype(numpy.float32)
+            self.values = numpy.zeros(numel, numpy.float32)
 
-        def large(self, count: int) -> float:
-            return timed(lambda: [ray.get(self.server.push_pull.remote(self.grad)) for _ in range(count)])
+        def round(self, what: str) -> float:
+            return timed(lambda: self.push_pull(what == "large"))
+
+        def push_pull(self, own: bool) -> None:
+            got = ray.get(self.server.push_pull.remote(self.grad))
+            if own:  # what Ray gives lies in its store and may not be written to
+                numpy.copyto(self.values, got)
 
     server = Server.remote()
     workers = [Worker.remote(server) for _ in range(2)]
-    ray.get([worker.large.remote(1) for worker in workers])
+    ray.get([worker.round.remote("large") for worker in workers])
     tell("ready")
-    for _, count in rounds():
-        tell(max(ray.get([worker.large.remote(count) for worker in workers])))
+    for what, _ in rounds():
+        tell(max(ray.get([worker.round.remote(what) for worker in workers])))
     ray.shutdown()
+
+
+def tensorflow_server(rank: int, told: dict[str, Any]) -> None:
+    """A process of TensorFlow's cluster: worker 0, worker 1, or the parameter server (2)."""
+    import tensorflow as tf
+
+    job, task = ("ps", 0) if rank == 2 else ("worker", rank)
+    tf.distribute.Server(
+        tf.train.ClusterSpec(told["cluster"]), job_name=job, task_index=task, protocol="grpc", start=True
+    )
+    tell("ready")
+    sys.stdin.read()
+
+
+def tensorflow(rank: int, told: dict[str, Any]) -> None:
+    """The coordinator of ParameterServerStrategy: two steps at a time, one on each worker; the values arrive at the worker."""
+    import tensorflow as tf
+
+    cluster = tf.train.ClusterSpec(told["cluster"])
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster, rpc_layer="grpc", task_type="chief", task_id=0
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        large = tf.Variable(tf.zeros(told["numel"]))
+
+    @tf.function
+    def push_pull() -> Any:
+        large.assign_sub(LR * tf.ones(told["numel"]))
+        return tf.reduce_max(tf.identity(large.read_value())[:1])
+
+    def both(count: int) -> None:
+        for _ in range(2 * count):
+            coordinator.schedule(push_pull)
+        coordinator.join()
+
+    both(1)
+    serve_rounds({"large": both})
 
 
 if __name__ == "__main__":
     side, rank, told = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-    {"echelon": echelon, "rpc": rpc, "ray": ray}[side](rank, told)
+    {
+        "echelon": echelon,
+        "rpc": rpc,
+        "ray": ray,
+        "tensorflow": tensorflow,
+        "tensorflow-server": tensorflow_server,
+    }[side](rank, told)

@@ -78,6 +78,7 @@ def main() -> None:
       echelon stop latest                         end a run
       echelon join 10.0.0.1:29400                 bring in another machine
       echelon bench comm                          what collectives cost here
+      echelon serve                               parameter servers, no trainer
 
     RUN is a name, the beginning of one, a folder, or `latest`.
     """

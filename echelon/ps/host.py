@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import secrets
 import selectors
 import socket
@@ -73,7 +72,7 @@ class Host:
         bound = _bind(bind, port, memory_here(), shared)
         self.where, self._listening = bound.address, bound.sockets
         self._thread: threading.Thread | None = None
-        self._wake, self._woken = os.pipe()
+        self._wake, self._woken = socket.socketpair()
         forks.register(self)
 
     @property
@@ -92,7 +91,7 @@ class Host:
             return
         self._stopping.set()
         with contextlib.suppress(OSError):
-            os.write(self._woken, b"x")
+            self._woken.send(b"x")
         if self._thread is not None:
             self._thread.join(deadline.left_s)
         for wire in self._listening:
@@ -106,8 +105,8 @@ class Host:
             connection.hang_up(words)
         for connection in connections:
             connection.join(deadline)
-        os.close(self._wake)
-        os.close(self._woken)
+        self._wake.close()
+        self._woken.close()
 
     def __enter__(self) -> Host:
         self.start()
@@ -124,9 +123,8 @@ class Host:
         for connection in self._connections.values():
             connection.after_fork()
         self._connections = {}
-        with contextlib.suppress(OSError):
-            os.close(self._wake)
-            os.close(self._woken)
+        self._wake.close()
+        self._woken.close()
 
     # one thread takes connections; each goes on in its own
 
@@ -138,7 +136,7 @@ class Host:
                 ready.register(wire, selectors.EVENT_READ)
             while not self._stopping.is_set():
                 for key, _ in ready.select():
-                    if isinstance(key.fileobj, socket.socket):
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._wake:
                         self._take(key.fileobj)
 
     def _take(self, listening: socket.socket) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
 import threading
 from bisect import bisect_right, insort
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import WireError, WorldError
-from echelon.ps.frame import ALIGN, DTYPES, MIB, Limits, aligned
+from echelon.ps.frame import DTYPES, MIB, Limits, aligned
 
 TORCH = tuple(getattr(torch, name) for name, _ in DTYPES)
 CODES = {dtype: code for code, dtype in enumerate(TORCH)}
@@ -24,6 +23,7 @@ SEGMENT_BYTES = 4 * MIB
 """The first segment; each further one is at least as large as all before it together, up to LARGEST_BYTES."""
 
 LARGEST_BYTES = 64 * MIB
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 POOLED_BYTES = 512 * MIB
 MAX_VIEWS = 8192
 
@@ -31,6 +31,9 @@ _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.restype = ctypes.py_object
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _WRITABLE = 0x200
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_POPULATE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -59,13 +62,20 @@ def tensor_of(buffer: Any, dtype: int, shape: list[int], offset: int) -> Tensor:
 
 
 class Segment:
-    """One memfd, mapped. The mapping goes with the last tensor that views it, never before."""
+    """One memfd, mapped; it needs no descriptor from then on. The mapping goes with the last tensor that views it, never before."""
 
     def __init__(self, number: int, fd: int, size: int) -> None:
         self.number, self.size = number, size
-        self.map = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.bytes = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
         self.begin = self.bytes.data_ptr()
+        _madvise(
+            self.begin, size, _POPULATE
+        )  # an older kernel does not know it: then pages come as they are touched
+
+    def view(self, offset: int, num_bytes: int, dtype: int, shape: list[int]) -> Tensor:
+        if not num_bytes:
+            return torch.empty(shape, dtype=TORCH[dtype])
+        return self.bytes[offset : offset + num_bytes].view(TORCH[dtype]).view(shape)
 
 
 class Arena:
@@ -139,7 +149,7 @@ class Arena:
 
     def _grow(self, size: int) -> None:
         size = max(size, min(LARGEST_BYTES, max(SEGMENT_BYTES, self.num_bytes)))
-        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
         if len(self._segments) >= self._limits.segments:
             raise WorldError(
                 f"this connection has {len(self._segments)} pieces of shared memory, and the server takes no more",
@@ -150,7 +160,7 @@ class Arena:
             os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             segment = Segment(len(self._segments), fd, size)
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError) as error:
             os.close(fd)
             raise WorldError(
                 f"there is no {size >> 20} MiB to share with a parameter server: {error}",
@@ -187,7 +197,7 @@ class Mapped:
                 raise WireError("shared memory must be allocated by who shares it")
             try:
                 self._segments.append(Segment(len(self._segments), fd, size))
-            except (OSError, ValueError) as error:
+            except (OSError, RuntimeError) as error:
                 raise WireError(f"shared memory cannot be mapped: {error}") from None
         finally:
             os.close(fd)
@@ -203,11 +213,11 @@ class Mapped:
         if found is None:
             if not 0 <= segment < len(self._segments) or offset + num_bytes > self._segments[segment].size:
                 raise WireError("a tensor outside of the shared memory")
-            if offset % ALIGN and offset % TORCH[dtype].itemsize:
+            if offset % TORCH[dtype].itemsize:
                 raise WireError("a tensor at an odd place of the shared memory")
             if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
-            found = self._views[key] = tensor_of(self._segments[segment].map, dtype, shape, offset)
+            found = self._views[key] = self._segments[segment].view(offset, num_bytes, dtype, shape)
         return found
 
 

@@ -220,7 +220,7 @@ def steps_meanwhile(client, seconds: float) -> list[float]:
 
 @pytest.mark.case("ps: a client that stops holds up nobody")
 def test_a_client_that_does_not_read_is_ended_and_others_go_on():
-    with live_ps(stall_s=2.0, in_flight_bytes=8 << 20) as live, live.client() as client:
+    with live_ps(stall_s=3.0, in_flight_bytes=8 << 20) as live, live.client() as client:
         client.create("w", torch.zeros(1000))
         before = live.rss_bytes()
         wire = inside(live)
@@ -229,7 +229,7 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on():
             if not _try_send(wire, call[:8] + struct.pack("<Q", number) + call[16:]):
                 break
         took = steps_meanwhile(client, 1.0)
-        assert max(took) < 1.0
+        assert max(took) < 2.5
         assert live.rss_bytes() - before < 200 << 20
         wire.settimeout(30)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
@@ -240,17 +240,17 @@ def test_a_client_that_does_not_read_is_ended_and_others_go_on():
 
 @pytest.mark.case("ps: a client that stops holds up nobody")
 def test_a_frame_that_never_ends_is_ended_and_others_go_on():
-    with live_ps(stall_s=1.0) as live, live.client() as client:
+    with live_ps(stall_s=3.0) as live, live.client() as client:
         client.create("w", torch.zeros(1000))
         wires = [inside(live) for _ in range(3)]
         whole = frame.pack(frame.CALL, 0, ["tables.push", {"name": "w"}, [[0, [1000], -1, 0]], []], 4000)
         for wire, piece in zip(wires, (whole[:10], whole[:-3], whole + bytes(3999)), strict=True):
             wire.sendall(piece)
-        assert max(steps_meanwhile(client, 0.5)) < 1.0
+        assert max(steps_meanwhile(client, 0.5)) < 2.5
         for wire in wires:
             wire.settimeout(20)
             said = wire.recv(4096)
-            assert b"began a frame and sent nothing more for 1 s" in said
+            assert b"began a frame and sent nothing more for 3 s" in said
             wire.close()
         assert client.tables()["w"]["version"] > 0
 
@@ -316,7 +316,7 @@ def test_a_server_killed_in_mid_call_is_told_at_once(shared):
         for call in calls:
             with pytest.raises(LinkLost, match="is gone"):
                 call.wait(soon(10))
-        assert told[0] - killed < 1.0
+        assert told[0] - killed < 3.0
         with pytest.raises(LinkLost):
             link.call("silent.x", {})
         threads = threading.active_count()
