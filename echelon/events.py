@@ -126,7 +126,16 @@ class Sign(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(Sign):
-    """Parameter server `rank` is alive. No Beat: whoever counts workers must not count it."""
+    """Parameter server `rank` is alive: what it did so far. No Beat: whoever counts workers must not count it."""
+
+    updates: int = 0
+    """Optimizer steps, of all models."""
+    sums: int = 0
+    """Pieces of buckets summed for workers that apply them."""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    stale: list[int] = field(default_factory=list)
+    """By how many updates parts were behind: p50, p99, max. Empty where none can be."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from echelon.clock import Deadline
 from echelon.control.member import Member
@@ -15,6 +17,11 @@ from echelon.control.roster import OVER
 from echelon.control.rpc import Client, Unreached
 from echelon.env import Place
 from echelon.errors import AuthError, WorldError
+from echelon.events import Serving
+
+if TYPE_CHECKING:
+    from echelon.ps.host import Host
+    from echelon.ps.session import Training
 
 POLL_S = 5.0
 """How long one question for the end may take; the answer comes within milliseconds of it."""
@@ -31,19 +38,29 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
+    from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
     from echelon.ps.session import NAME, Training
 
     training = Training(place.world_size)
-    host = Host({NAME: training}, member.token, place.run, place.address or "127.0.0.1")
+    host = Host({NAME: training}, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()
     try:
         key, value = address_key(place.rank), host.address.encode()
+        member.report = partial(_sign, training, host)
         member.call("store.set", Deadline.after(CALL_S), key=key, value=value)
         wait_until_over(member)
     finally:
         host.close(Deadline.after(CLOSE_S))
     return 0
+
+
+def _sign(training: Training, host: Host) -> Serving:
+    counters = host.counters
+    return Serving(
+        doing="serving", updates=training.updates, sums=training.sums, bytes_in=counters.bytes_in,
+        bytes_out=counters.bytes_out, stale=training.stale(),
+    )  # fmt: skip
 
 
 def address_key(rank: int) -> str:

@@ -73,6 +73,12 @@ class Limits:
     """And how long each of them may take."""
 
 
+TRAINING = Limits(
+    payload_bytes=1 << 36, in_flight_bytes=1 << 40, in_flight_calls=1 << 20, head_bytes=64 * MIB
+)
+"""Between a run's workers and its servers: pushes stay unanswered until their step, so all of a model may be under way."""
+
+
 class Header(NamedTuple):
     kind: int
     call: int

@@ -27,6 +27,7 @@ from echelon.errors import EchelonError, UsageError, WireError
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.shard import Shard
+from echelon.ps.staleness import Staleness
 from echelon.ps.steps import Updates, check_same
 from echelon.ps.together import Together, refuse_all
 
@@ -73,6 +74,13 @@ class Training:
     def gone(self, peer: Peer) -> None:
         if peer.role == "worker":
             self.together.lose(peer.rank, "ended its connection to a parameter server")
+
+    def stale(self) -> list[int]:
+        """By how many updates the parts of all models were behind: p50, p99, max."""
+        found = Staleness()
+        for updates in list(self._updates.values()):
+            found.merge(updates.staleness.histogram(), updates.staleness.max)
+        return [found.p50, found.p99, found.max] if found.total else []
 
     # -- apply=worker ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from echelon.comm.group import Lost, Met, Outcome
 from echelon.control.member import Member
 from echelon.errors import EchelonError, LinkLost, PeerLost, WorldError
 from echelon.ps.duty import address_key
+from echelon.ps.frame import TRAINING
 from echelon.ps.keys import Holder, Placement, place
 from echelon.ps.keys import Tensor as Spec
 from echelon.ps.link import Link
@@ -51,7 +52,8 @@ class Servers:
                     found = wire.call(
                         "store.get", deadline, key=address_key(rank), timeout_s=CONNECT_S, term=1 << 53
                     )
-                links.append(Link.connect(bytes(found).decode(), member.token, member.identity, deadline))
+                where = bytes(found).decode()
+                links.append(Link.connect(where, member.token, member.identity, deadline, limits=TRAINING))
         except BaseException:
             for link in links:
                 link.close()

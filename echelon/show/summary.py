@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from echelon import env
+from echelon.events import Serving
 from echelon.show.lines import fold
 from echelon.show.state import PARTS, Progress, duration, number, rate, split_of
 
@@ -27,8 +28,9 @@ def summary(
         lines += [f"  {line}" for line in [*table(progress, memory), *_traffic(progress)]]
     if servers:
         lines += fold(
-            "  " + " · ".join(f"server {rank}: {_memory(servers[rank])}" for rank in sorted(servers))
+            "  " + " · ".join(_server(progress.servers.get(r), r, servers[r]) for r in sorted(servers))
         )
+        lines += _staleness(progress)
     return [
         *lines,
         f"  folder {short(run_dir)}",
@@ -72,6 +74,24 @@ def _traffic(progress: Progress) -> list[str]:
         return []
     a_step, saved = _amount(sent / progress.step), _amount((plain - sent) / progress.step)
     return [f"gradients: {a_step} sent a step, {saved} saved by compress ({plain / max(sent, 1):.1f} ×)"]
+
+
+def _server(told: Serving | None, rank: int, peak: int) -> str:
+    said = [f"server {rank}: {_memory(peak)}"]
+    if told is not None and told.updates + told.sums:
+        said.append(f"{told.updates:,} updates" if told.updates else f"{told.sums:,} sums")
+        said += [f"{_amount(told.bytes_in)} in", f"{_amount(told.bytes_out)} out"]
+    return ", ".join(said)
+
+
+def _staleness(progress: Progress) -> list[str]:
+    """How old the parameters were that gradients were computed on; nothing to say where they never are."""
+    worst = max(
+        (s.stale for s in progress.servers.values() if s.stale), key=lambda stale: stale[2], default=[]
+    )
+    if not worst or worst[2] == 0:
+        return []
+    return [f"  gradients were behind by {worst[0]} updates (median), {worst[1]} (99 %), {worst[2]} at most"]
 
 
 def _last(progress: Progress) -> str:
