@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -21,7 +21,7 @@ from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.pushpull import PushSync
-from echelon.parallel.stale import StaleSync
+from echelon.parallel.stale import FreeSync, StaleSync
 from echelon.parallel.sums import SumWire, servers_share
 from echelon.parallel.wire import PlainWire, Wire
 from echelon.ps.worker import Servers
@@ -79,14 +79,15 @@ def grad_sync(
         "bucket_bytes": int(strategy.bucket_mib * MIB),
         "first_bucket_bytes": int(strategy.first_bucket_mib * MIB),
     }
-    if world.servers is not None and strategy.update == "bounded":
+    if world.servers is not None and strategy.update in ("bounded", "async"):
         if strategy.clip_norm and len(world.servers) > 1:
             raise StrategyError(
-                f"clip_norm with update=bounded and {len(world.servers)} servers: each would know only its part of the norm",
+                f"clip_norm with update={strategy.update} and {len(world.servers)} servers: each would know only its part of the norm",
                 remedy="Use --servers 1, or update=sync.",
             )
+        kind = FreeSync if strategy.update == "async" else StaleSync
         limits = (strategy.staleness, strategy.clip_norm)
-        return StaleSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+        return kind(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
     if world.servers is not None and strategy.apply == "server":
         return PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
     wire: Wire = PlainWire(group)
@@ -101,6 +102,9 @@ def grad_sync(
 
 def cut(strategy: Strategy, world: World) -> Cut:
     """How this strategy cuts batches."""
+    if strategy.update == "async":
+        alone = Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches)
+        return replace(alone, first=world.rank, every=world.size)
     return Cut(
         rank=world.rank,
         size=world.size,

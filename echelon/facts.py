@@ -148,8 +148,16 @@ def _changes(run: Run) -> list[str]:
         found.append("batch=per-worker makes the batch grow with the workers")
     if several and any(_drops(m) for model in run.models for m in model.modules()):
         found.append("dropout draws other masks on each worker")
-    if several and not strategy.sync_batchnorm and any(norm.has_batchnorm(m) for m in run.models):
-        found.append("sync_batchnorm=false keeps BatchNorm's moments local")
+    if strategy.update == "bounded" and strategy.staleness:
+        found.append(f"gradients may be computed on parameters that are {strategy.staleness} updates old")
+    if strategy.update == "async" and several:
+        found.append("every worker's batch is an update by itself, in the order in which they come")
+    if (
+        several
+        and (not strategy.sync_batchnorm or strategy.update == "async")
+        and any(norm.has_batchnorm(m) for m in run.models)
+    ):
+        found.append("BatchNorm's moments stay each worker's own (sync_batchnorm=false, or async)")
     if several and any(norm.has_no_memory(m) for m in run.models):
         found.append("BatchNorm without running statistics evaluates on each worker's own part")
     if strategy.microbatches > 1 and any(norm.has_batchnorm(m) for m in run.models):

@@ -185,7 +185,8 @@ class Keeping:
         step = self.machine.counters.global_step
         if self.last is None or self.last.step != step or self.last.state == "failed":
             since = time.monotonic()
-            self.machine.drain()
+            self.machine.drain(all_here=True)
+            step = self.machine.counters.global_step
             if self.machine.committed:
                 for loader in self.machine.loaders:
                     loader.mark()

@@ -98,7 +98,7 @@ class Prepared:
             return model
         model.to(self.world.device)
         models.equalise([*model.parameters(), *model.buffers()], self.world.gradients)
-        if self.strategy.sync_batchnorm:
+        if self.strategy.sync_batchnorm and self.strategy.update != "async":
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.strategy.precision]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon import away, build, facts
+from echelon.clock import Deadline
+from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Lost, Outcome
 from echelon.control.member import Member
 from echelon.data import randomness
@@ -37,6 +39,8 @@ from echelon.prepare.values import Values
 from echelon.prepared import Prepared
 from echelon.step import Machine
 from echelon.strategy import Strategy
+
+TOGETHER_S = 1800.0
 
 
 class Run:
@@ -73,13 +77,20 @@ class Run:
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
         self._num_phases = 0
-        self.normaliser = Normaliser(self.machine, self.exchange)
+        own = (
+            Exchange(AloneGroup(self.device), self._side_lost)
+            if strategy.update == "async"
+            else self.exchange
+        )
+        self.normaliser = Normaliser(self.machine, own)
         self.machine.on_lost += [self.normaliser.forget, self.log_book.forget]
         self.first_step = FirstStep(self.machine, self.exchange, self._warn)
         self.first_step.draws = lambda: facts.tell_draws(self)
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
         self.machine.global_loss = self.values.global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
+        if strategy.update == "async":
+            self.machine.all_here = self._all_here
         if strategy.strict:
             self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
         self.machine.after_apply.append(self._after_apply)
@@ -243,7 +254,7 @@ class Run:
         return dict(result)
 
     def _evaluate(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
-        self.machine.drain()
+        self.machine.drain(all_here=True)
         feed = feed_of(loader) or self.prepared.feed(loader, trains=False)
         stop = self.prepared.stop_wanted if self.machine.clean else lambda: False
         average = self.averages.get(id(model))
@@ -274,7 +285,7 @@ class Run:
         self.keeping.pause("save")
         if self.trail.moment("save") is None:
             return target
-        self.machine.drain()
+        self.machine.drain(all_here=True)
         with average.swapped() if average else contextlib.nullcontext():
             saving.write_once(models.state(model), target, self.exchange)
         return target
@@ -321,6 +332,13 @@ class Run:
             average = self.averages.get(id(model))
             if average is not None and any(id(p) in params for p in average.live):
                 average.update()
+
+    def _all_here(self) -> None:
+        """Under async every worker counts its own steps: the largest count is the run's once all are at one place."""
+        count = torch.tensor([float(self.global_step)])
+        outcome = self.world.side.all_reduce(count, "max").wait(Deadline.after(TOGETHER_S))
+        self._side_lost(outcome)
+        self.machine.counters.global_step = int(count)
 
     def _first_batch(self, part: Part) -> None:
         """Until here all ranks drew alike (weights, splits of the data); from now on each draws its own dropout."""

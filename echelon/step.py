@@ -43,7 +43,9 @@ class Machine:
         self.before_apply: list[Callable[[Stepping], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.at_first_begin: list[Callable[[Part], None]] = []
-        self.alone = Share(weight=1.0 / size)
+        self.alone = Share(weight=1.0 if strategy.update == "async" else 1.0 / size)
+        self.all_here: Callable[[], None] = lambda: None
+        """Waits for all workers, where they are not at one place by themselves (async)."""
         self.share = self.alone
         self.current: Yielding | None = None
         self.open_loops: list[Yielding] = []
@@ -356,8 +358,11 @@ class Machine:
         """A closure's loss over the global batch; replaced by the run, which has the group."""
         return loss
 
-    def drain(self) -> None:
-        """Parameters are those after the last step: before they are saved, evaluated or shown."""
+    def drain(self, all_here: bool = False) -> None:
+        """Parameters are those after the last step: before they are saved, evaluated or shown. With `all_here` it is everybody's
+        last step, and every worker calls it."""
+        if all_here:
+            self.all_here()
         for sync in self.syncs:
             sync.drain()
 

@@ -291,7 +291,7 @@ def require_built(strategy: Strategy) -> None:
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
-    missing += [f"`update={strategy.update}`"] if strategy.update in ("async", "local") else []
+    missing += [f"`update={strategy.update}`"] if strategy.update == "local" else []
     missing += ["backend=threads"] if strategy.backend == "threads" else []
     if missing:
         raise StrategyError(

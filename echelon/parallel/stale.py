@@ -31,6 +31,9 @@ from echelon.ps.worker import Servers, lost
 class StaleSync(PushSync):
     """See GradSync. `clip_norm` is the strategy's: it is applied where the sum is."""
 
+    alone = False
+    """Every worker's part is an update by itself."""
+
     def __init__(
         self,
         params: Sequence[tuple[str, nn.Parameter, bool]],
@@ -114,7 +117,7 @@ class StaleSync(PushSync):
         used = [s.name for s in self.slots if s.index in self.filled and s.index in stepping]
         room = self.rooms[(self.servers_number() + 1) % len(self.rooms)]
         number, calls = self.held.step(
-            optimizer, named, parts, used, room, version=self.version, stop=self.stop_wanted(), alone=False,
+            optimizer, named, parts, used, room, version=self.version, stop=self.stop_wanted(), alone=self.alone,
             clip_norm=self.clip_norm,
         )  # fmt: skip
         self.flying.append((number, calls))
@@ -130,12 +133,11 @@ class StaleSync(PushSync):
         while self.flying and (len(self.flying) > behind or all(call.done for call in self.flying[0][1])):
             number, calls = self.flying.popleft()
             replies = self.held.servers.wait(calls, f"update {number} of the servers")
-            newest = number
+            newest, self.version = number, min(int(reply.head["updates"]) for reply in replies)
             if self.stop_at is None and any(reply.head["stop"] for reply in replies):
                 self.stop_at = number + self.staleness
         if newest is not None:
             self.held.take(self.rooms[newest % len(self.rooms)])
-            self.version = newest
 
     def drain(self) -> None:
         """Blocks until the parameters have seen every update that was asked for."""
@@ -150,3 +152,23 @@ class StaleSync(PushSync):
     def load(self, optimizer: int, groups: Groups, state: Any) -> None:
         self.drain()
         super().load(optimizer, groups, state)
+
+
+class FreeSync(StaleSync):
+    """ps, update=async: one push is one update, and nobody waits for anybody. Workers take whole batches of the script's loader by
+    themselves, so their steps are not each other's; the server counts how far behind a gradient was.
+
+    A worker that had nothing in an iteration makes no update. drain() pulls what the servers have now.
+    """
+
+    alone = True
+
+    def apply(self, optimizer: int, groups: Groups) -> Outcome:
+        if not self.filled:
+            return Met()
+        return super().apply(optimizer, groups)
+
+    def drain(self) -> None:
+        if self.version:
+            self.held.pull()
+            self._note_versions()

@@ -7,6 +7,7 @@ train.back     takes a push back
 train.squares  what every worker's pushes sum up to: squares and whether it is finite
 train.apply    every worker's optimizer steps: all get the new values
 train.step     a worker's part of an update and its step in one, where workers are not at one place (steps.py)
+train.pull     the values as they are
 train.values   worker 0 changed values itself
 train.state    the optimizer's state of some ranges
 train.load     … and back
@@ -55,6 +56,7 @@ class Training:
             "apply": self._apply,
             "step": self._step_apart,
             "values": self._values,
+            "pull": self._pull,
             "state": self._state,
             "load": self._load,
         }
@@ -223,6 +225,11 @@ class Training:
         with lock:
             shard.memory.copy_(request.tensors[0])
         request.answer()
+
+    def _pull(self, request: Request) -> None:
+        lock, shard = self._of(request)
+        with lock:
+            request.answer({"updates": shard.updates}, [shard.memory])
 
     def _state(self, request: Request) -> None:
         lock, shard = self._of(request)

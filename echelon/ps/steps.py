@@ -1,8 +1,9 @@
-"""Whole steps on a server, where workers need not be at the same place: bounded staleness.
+"""Whole steps on a server, where workers need not be at the same place: bounded staleness, and none at all (async).
 
 A call brings a worker's part of one update, and its answer are the values after that update. Update s happens when every
 worker's part of it is here, in the order of s; a worker may send parts of later updates meanwhile. The parts are summed in
-the order of ranks, so that without staleness every bit is that of sync.
+the order of ranks, so that without staleness every bit is that of sync. Under async every part is an update by itself, in the
+order in which they come.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Updates:
         """Updates of which all parts are here, and which come after one that is not."""
         self.next = 1
         self.staleness = Staleness()
+        self.stop = False
+        """Somebody was asked to stop: every answer says so from then on."""
 
     def complete(self, number: int, requests: list[Request]) -> list[list[Request]]:
         """All parts of update `number` are here: which updates happen now, in order."""
@@ -47,7 +50,7 @@ class Updates:
         shard, head = self.shard, requests[0].head
         parts = [_parts(shard, request) for request in requests]
         used = {int(key) for request in requests for key in request.head["used"]}
-        stop = any(bool(request.head["stop"]) for request in requests)
+        self.stop = self.stop or any(bool(request.head["stop"]) for request in requests)
         groups = [
             (Recipe.from_plain(recipe), [k for k in keys if k in used]) for recipe, keys in head["groups"]
         ]
@@ -57,7 +60,7 @@ class Updates:
             self.staleness.add(max(0, shard.updates - int(request.head["version"])))
         shard.step(int(head["optimizer"]), groups, sums, factor)
         for request in requests:
-            request.answer({"updates": shard.updates, "stop": stop}, [shard.memory])
+            request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
 
 
 def _parts(shard: Shard, request: Request) -> dict[int, Tensor]:

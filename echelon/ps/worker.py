@@ -247,6 +247,15 @@ class Held:
             calls.append(link.call("train.step", head, payload, out=[out[index]]))
         return number, calls
 
+    def pull(self) -> None:
+        """The parameters become what the servers have now."""
+        pulls = zip(self.servers.links, self.pulled, strict=True)
+        head = {"model": self.model}
+        self.servers.wait(
+            [link.call("train.pull", head, out=[x]) for link, x in pulls], "values of the servers"
+        )
+        self.swap_in()
+
     @torch.no_grad()
     def take(self, memory: Sequence[Tensor]) -> None:
         """The parameters become what lies in these (of rooms())."""
