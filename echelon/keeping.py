@@ -220,10 +220,12 @@ class Keeping:
     @property
     def stopping(self) -> bool:
         """Every rank knows at the same step that the run is to stop."""
-        return any(sync.stop_seen for sync in self.machine.syncs)
+        return self.machine.leaving or any(sync.stop_seen for sync in self.machine.syncs)
 
     def pause(self, kind: str) -> None:
         """Before a call of the script: leaves here if the run is to stop."""
+        if not self.trail.following:
+            self.machine.all_here()
         if self.stopping and self.machine.clean:
             self.leave(self.trail.at(kind))
 

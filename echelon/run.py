@@ -335,10 +335,10 @@ class Run:
 
     def _all_here(self) -> None:
         """Under async every worker counts its own steps: the largest count is the run's once all are at one place."""
-        count = torch.tensor([float(self.global_step)])
-        outcome = self.world.side.all_reduce(count, "max").wait(Deadline.after(TOGETHER_S))
-        self._side_lost(outcome)
-        self.machine.counters.global_step = int(count)
+        told = torch.tensor([float(self.global_step), float(self.keeping.stopping)])
+        self._side_lost(self.world.side.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
+        self.machine.counters.global_step = int(told[0])
+        self.machine.gathered, self.machine.leaving = True, bool(told[1])
 
     def _first_batch(self, part: Part) -> None:
         """Until here all ranks drew alike (weights, splits of the data); from now on each draws its own dropout."""

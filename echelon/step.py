@@ -46,6 +46,8 @@ class Machine:
         self.alone = Share(weight=1.0 if strategy.update == "async" else 1.0 / size)
         self.all_here: Callable[[], None] = lambda: None
         """Waits for all workers, where they are not at one place by themselves (async)."""
+        self.gathered = self.leaving = False
+        """That happened, and nothing since; some worker is there because the run is to stop."""
         self.share = self.alone
         self.current: Yielding | None = None
         self.open_loops: list[Yielding] = []
@@ -361,8 +363,9 @@ class Machine:
     def drain(self, all_here: bool = False) -> None:
         """Parameters are those after the last step: before they are saved, evaluated or shown. With `all_here` it is everybody's
         last step, and every worker calls it."""
-        if all_here:
+        if all_here and not self.gathered:
             self.all_here()
+        self.gathered = False
         for sync in self.syncs:
             sync.drain()
 

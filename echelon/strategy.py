@@ -254,6 +254,11 @@ def require_whole(strategy: Strategy) -> None:
         f"Start it with --servers 1 --strategy ps,update={strategy.update}, or leave it out.",
     )
     _need(
+        strategy.update != "async" or strategy.checkpoint_every == 0,
+        f"checkpoint_every={strategy.checkpoint_every} counts steps, and under update=async every worker counts its own",
+        "Call run.checkpoint() between two epochs; a run that is stopped saves anyway.",
+    )
+    _need(
         strategy.staleness == 0 or strategy.update == "bounded",
         f"staleness={strategy.staleness} goes with update=bounded, not with {strategy.update}",
         f"Write update=bounded,staleness={strategy.staleness}.",
