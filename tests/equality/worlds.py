@@ -100,6 +100,7 @@ def main():
     first = echelon.init()
     runs = Runs(first, out / "runs")
     kinds = [kind for kind in LOOPS if form != "applied" or kind != "table"]  # its gradients are sparse
+    kinds = [kind for kind in kinds if source == "-" or (Path(source) / "runs" / kind).exists()]
     said = {kind: one(runs, kind, stop_at, None if source == "-" else Path(source), form) for kind in kinds}
     torch.save(said, out / f"rank-{first.rank}.pt")
 

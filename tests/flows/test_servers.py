@@ -226,7 +226,7 @@ def test_a_worker_killed_in_mid_training_is_named_and_the_others_are_consequence
     assert result.code == 137
     told = re.sub(r"\s+", " ", result.err)
     assert re.search(r"worker 1 on \S+ was killed by SIGKILL \(signal 9\)", told), result.err
-    assert "2 other workers failed as a consequence (0, 2)" in told, result.err
+    assert "2 other workers failed as a consequence (0,2)" in told, result.err
     assert not re.search(r"server \d on \S+ (failed|was killed)", told), result.err
     wait_for_nothing(tmp_path, before, LIMIT_S)
 
