@@ -157,6 +157,7 @@ class Whole:
 
     def restore(self, saved: Saved, objects: dict[str, Any]) -> None:
         """Everything there is, at the place where the run was left."""
+        self.prepared.adopt_loose_parameters()  # their optimizer's state has to find its meeting
         for i in range(len(self.prepared.models)):
             self.restore_one(saved, objects, "model", i)
         for i in range(len(self.machine.optimizers)):

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from echelon.errors import UsageError
 
-_SHOWN = {"__repr__", "__format__", "__hash__", "__dir__"}
 _ALLOWED = {
     "shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn", "is_leaf", "names", "ndim", "size", "dim",
-    "numel", "is_cuda", "is_floating_point", "is_complex", "is_contiguous", "stride", "element_size", "__len__", "data_ptr",
+    "numel", "__hash__", "is_cuda", "is_floating_point", "is_complex", "is_contiguous", "stride", "element_size", "__len__", "data_ptr",
     "storage_offset", "is_quantized", "itemsize", "nbytes", "is_mkldnn", "is_meta", "_version",
 }  # fmt: skip
 """What can be asked about a gradient without its numbers."""
@@ -49,14 +48,22 @@ class OnServers(Tensor):
         if asked in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise UsageError(
-            f"the gradient of {_name(args)} is not here: with apply=server the parts of all workers meet on the servers",
-            remedy="Clip with run.clip_grad_norm(model, max_norm) or clip_norm=…; for any other work on gradients use "
-            "apply=worker, where .grad is global.",
-        )
+        raise not_here(_name(args))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<gradient of {self.echelon_name}, on the servers>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def not_here(name: str) -> UsageError:
+    """For whoever reads, changes or replaces a gradient between backward and step."""
+    return UsageError(
+        f"the gradient of {name} is not here: with apply=server the parts of all workers meet on the servers",
+        remedy="Clip with run.clip_grad_norm(model, max_norm) or clip_norm=…; for any other work on gradients use "
+        "apply=worker, where .grad is global.",
+    )
 
 
 def _name(args: Any) -> str:

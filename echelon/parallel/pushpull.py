@@ -25,7 +25,7 @@ from echelon.errors import LinkLost, PeerLost, StrategyError
 from echelon.parallel import backward, tail
 from echelon.parallel.allreduce import MEETING_LIMIT_S, AllReduceSync
 from echelon.parallel.buckets import Bucket, Slot
-from echelon.parallel.elsewhere import OnServers
+from echelon.parallel.elsewhere import OnServers, not_here
 from echelon.parallel.gradsync import Groups, Share
 from echelon.parallel.wire import PlainWire
 from echelon.ps.pending import Pending
@@ -277,6 +277,8 @@ class PushSync(AllReduceSync):
             factors: dict[float, list[str]] = {}
             for slot in self._mine(params):
                 if slot.param.grad is not None:
+                    if not isinstance(slot.param.grad, OnServers):  # replaced since it met
+                        raise not_here(f"`{slot.name}`")
                     factors.setdefault(self.factors.pop(slot.index, 1.0), []).append(slot.name)
                 elif slot.bucket is not None:
                     unused.append(slot.name)
@@ -304,8 +306,11 @@ class PushSync(AllReduceSync):
 
     def _upload_changes(self) -> None:
         """The script wrote into parameters itself (load_state_dict, clamping): the servers go on from there."""
-        if any(s.param._version != self.versions[s.index] for s in self.slots):
-            self.held.upload()
+        self.held.follow()
+        if self.group.rank == 0:
+            told = any(s.param._version != self.versions[s.index] for s in self.slots)
+            if told or self.held.edited():
+                self.held.upload()
 
     def state(self, optimizer: int, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
         """By the parameter's id: its optimizer's state, fetched from the servers."""

@@ -74,8 +74,10 @@ class SumWire(PlainWire):
 
 def cut(numel: int, itemsize: int, share: Fraction, num_servers: int) -> list[tuple[int, int]]:
     """[begin, end) of each server's piece of the first elements, each a multiple of 64 bytes; [] if it is not worth it."""
+    if not num_servers:
+        return []
     step = max(1, ALIGN_BYTES // itemsize)
-    each = int(numel * share / num_servers) // step * step if num_servers else 0
+    each = int(numel * share / num_servers) // step * step
     if each * itemsize < LEAST_BYTES and share < 1:
         return []
     if share == 1:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from echelon import activity
-from echelon.errors import EchelonError, UsageError, WireError
+from echelon.errors import EchelonError, PeerLost, UsageError, WireError
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.shard import Shard
@@ -33,6 +33,8 @@ from echelon.ps.steps import Updates, check_same
 from echelon.ps.together import Together, refuse_all
 
 NAME = "train"
+SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
+"""What a head of the wrong form ends in, wherever it is first read."""
 
 
 class Training:
@@ -45,7 +47,7 @@ class Training:
         self._lock = threading.Lock()
         self._shards: dict[int, tuple[threading.Lock, Shard]] = {}
         self._updates: dict[int, Updates] = {}
-        self._early: dict[int, list[Request]] = {}
+        self._early: dict[int, list[tuple[Request, list[tuple[Any, ...]]]]] = {}
         """Opened by workers before worker 0 brought the values."""
         self._verbs: dict[str, Callable[[Request], None]] = {
             "sum": self._sum,
@@ -65,17 +67,21 @@ class Training:
         verb = self._verbs.get(request.verb)
         if verb is None or request.peer.role != "worker":
             raise UsageError(f"{request.peer} called {request.verb}, which servers do not offer it")
+        if not 0 <= request.peer.rank < self.num_workers:
+            raise UsageError(f"there is no worker {request.peer.rank} of {self.num_workers}")
         activity.moved()
         try:
             verb(request)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise WireError(
-                f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"
-            ) from None
+        except SENSELESS as error:
+            raise _senseless(request, error) from None
 
     def gone(self, peer: Peer) -> None:
         if peer.role == "worker":
             self.together.lose(peer.rank, "ended its connection to a parameter server")
+            with self._lock:
+                early, self._early = self._early, {}
+            for request, _ in (one for waiting in early.values() for one in waiting):
+                request.refuse(self.together.lost or PeerLost(f"{peer} is gone", peers=(peer.rank,)))
 
     def stale(self) -> list[int]:
         """By how many updates the parts of all models were behind: p50, p99, max."""
@@ -89,16 +95,17 @@ class Training:
     def _sum(self, request: Request) -> None:
         head = request.head
         all_of_them = self.together.add(("sum", head["model"], head["number"]), request)
-        if all_of_them is None:
-            return
+        if all_of_them is not None:
+            self._carry_out(all_of_them, lambda: self._add_up(all_of_them))
+
+    def _add_up(self, all_of_them: list[Request]) -> None:
         parts = [r.tensors[0] for r in all_of_them]
         if len({(p.dtype, p.numel()) for p in parts}) > 1:
             told = ", ".join(
                 f"worker {r.peer.rank} {p.numel()} of {p.dtype}"
                 for r, p in zip(all_of_them, parts, strict=True)
             )
-            refuse_all(all_of_them, UsageError(f"the workers' parts of one sum differ: {told}"))
-            return
+            raise UsageError(f"the workers' parts of one sum differ: {told}")
         self.sums += 1
         total = torch.empty_like(parts[0])
         torch.add(parts[0], parts[1], out=total) if len(parts) > 1 else total.copy_(parts[0])
@@ -110,25 +117,32 @@ class Training:
     # -- apply=server ----------------------------------------------------------------------------------------------
 
     def _open(self, request: Request) -> None:
-        model, ranges = int(request.head["model"]), request.head["ranges"]
+        model, spec = int(request.head["model"]), [tuple(r) for r in request.head["ranges"]]
         with self._lock:
+            if self.together.lost is not None:
+                raise self.together.lost
             if request.peer.rank == 0:
+                waiting = [*self._early.pop(model, []), (request, spec)]
                 try:
-                    shard = Shard(ranges, request.tensors[0], self.num_workers)
+                    self._shards[model] = (
+                        threading.Lock(),
+                        Shard(spec, request.tensors[0], self.num_workers),
+                    )
                 except EchelonError as error:
-                    refuse_all([*self._early.pop(model, []), request], error)
+                    refuse_all([one for one, _ in waiting], error)
                     return
-                self._shards[model] = (threading.Lock(), shard)
-                self._updates[model] = Updates(shard)
-                waiting = [*self._early.pop(model, []), request]
+                except SENSELESS as error:
+                    refuse_all([one for one, _ in waiting], _senseless(request, error))
+                    return
+                self._updates[model] = Updates(self._shards[model][1])
             elif model not in self._shards:
-                self._early.setdefault(model, []).append(request)
+                self._early.setdefault(model, []).append((request, spec))
                 return
             else:
-                waiting = [request]
+                waiting = [(request, spec)]
             shard = self._shards[model][1]
-        for one in waiting:
-            if [tuple(r) for r in one.head["ranges"]] != shard.spec:
+        for one, mine in waiting:
+            if mine != shard.spec:
                 one.refuse(
                     UsageError(f"worker {one.peer.rank} has other parameters in model {model} than worker 0")
                 )
@@ -204,8 +218,9 @@ class Training:
         head = request.head
         all_of_them = self.together.add((what, head["model"], head["number"]), request)
         for other in all_of_them[1:] if all_of_them else []:
-            if other.head != all_of_them[0].head:  # type: ignore[index]
-                differs = [k for k in head if other.head.get(k) != all_of_them[0].head.get(k)]  # type: ignore[index]
+            first = all_of_them[0].head  # type: ignore[index]
+            if other.head != first and repr(other.head) != repr(first):  # a NaN is none's equal
+                differs = [k for k in head if repr(other.head.get(k)) != repr(first.get(k))]
                 error = UsageError(
                     f"worker {other.peer.rank} steps with another {', '.join(differs)} than worker 0",
                     remedy="Learning rates, parameter groups and clipping must be the same on every worker.",
@@ -219,11 +234,19 @@ class Training:
             act()
         except EchelonError as error:
             refuse_all(requests, error)
+        except SENSELESS as error:
+            refuse_all(requests, _senseless(requests[0], error))
 
     def _values(self, request: Request) -> None:
         lock, shard = self._of(request)
+        values = request.tensors[0]
+        if request.peer.rank != 0 or values.dtype != torch.uint8 or values.shape != shard.memory.shape:
+            raise UsageError(
+                f"{request.peer} brought {values.nbytes} bytes of {values.dtype} as values: they are "
+                f"{shard.memory.numel()} bytes, and worker 0 brings them"
+            )
         with lock:
-            shard.memory.copy_(request.tensors[0])
+            shard.memory.copy_(values)
         request.answer()
 
     def _pull(self, request: Request) -> None:
@@ -243,6 +266,10 @@ class Training:
         with lock:
             shard.load(int(request.head["optimizer"]), recipes, request.head["state"], request.tensors)
         request.answer()
+
+
+def _senseless(request: Request, error: Exception) -> WireError:
+    return WireError(f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"[:500])
 
 
 def _keep(*tensors: Tensor) -> Callable[[], Any]:

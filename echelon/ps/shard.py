@@ -49,7 +49,8 @@ class Shard:
         self.values: dict[int, Tensor] = {}
         for key, offset, numel, dtype in self.spec:
             kind = DTYPES.get(dtype)
-            if kind is None or offset % 64 or offset + numel * kind.itemsize > self.memory.numel():
+            there = kind is not None and offset >= 0 and not offset % 64 and numel >= 0
+            if kind is None or not there or offset + numel * kind.itemsize > self.memory.numel():
                 raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
             self.values[key] = self.memory[offset : offset + numel * kind.itemsize].view(kind)
         self.arrived = [Arrived() for _ in range(num_workers)]
@@ -69,15 +70,15 @@ class Shard:
             raise WireError(
                 f"push {number} of worker {rank} has {len(request.tensors)} tensors for {len(keys)} keys"
             )
-        left: set[int] = set()
+        found: dict[int, Tensor] = {}
         for run, tensor in zip(keys, request.tensors, strict=True):
             for key, part in self.split(run, tensor, f"worker {rank}").items():
-                if key in mine.parts:
+                if key in mine.parts or key in found:
                     raise UsageError(f"worker {rank} pushed range {key} twice in one step")
-                mine.parts[key] = part
-                mine.by_key[key] = number
-                left.add(key)
-        mine.pushes[number] = Push(request, left)
+                found[key] = part
+        mine.parts.update(found)  # all of it, or nothing
+        mine.by_key.update(dict.fromkeys(found, number))
+        mine.pushes[number] = Push(request, set(found))
 
     def split(self, keys: Sequence[int], tensor: Tensor, whose: str) -> dict[int, Tensor]:
         """The gradients of these keys, which lie in `tensor` one behind the other."""
@@ -90,8 +91,12 @@ class Shard:
                     f"{whose} pushed {tensor.numel()} {tensor.dtype} for range {key}, which is "
                     + (f"{value.numel()} of {value.dtype}" if value is not None else "not held here"),
                 )
+            if key in found:
+                raise UsageError(f"{whose} pushed range {key} twice in one step")
             found[key] = flat[at : at + value.numel()]
             at += value.numel()
+        if at != tensor.numel():
+            raise UsageError(f"{whose} pushed {tensor.numel()} elements for ranges of {at}")
         return found
 
     def take_back(self, rank: int, number: int) -> None:
@@ -119,11 +124,7 @@ class Shard:
         """The sum of all workers' parts, in the order of ranks. Belongs to the shard until the next call."""
         if key in self.sums:
             return self.sums[key]
-        missing = [rank for rank, mine in enumerate(self.arrived) if key not in mine.parts]
-        if missing:
-            raise UsageError(
-                f"range {key} steps, and worker {', '.join(map(str, missing))} has pushed nothing for it"
-            )
+        self._complete(key)
         first, *others = (mine.parts[key] for mine in self.arrived)
         if not others:
             return first
@@ -132,6 +133,13 @@ class Shard:
         for part in others[1:]:
             out.add_(part)
         return out
+
+    def _complete(self, key: int) -> None:
+        missing = [rank for rank, mine in enumerate(self.arrived) if key not in mine.parts]
+        if missing and key not in self.sums:
+            raise UsageError(
+                f"range {key} steps, and worker {', '.join(map(str, missing))} has pushed nothing for it"
+            )
 
     def _room(self, like: Tensor) -> Tensor:
         have = self._scratch.get(like.dtype)
@@ -151,7 +159,10 @@ class Shard:
         return found, finite
 
     def apply(self, optimizer: int, groups: Sequence[tuple[Recipe, float, Sequence[int]]]) -> None:
-        """One step of an optimizer: of each group on its keys, with the group's factor times the summed gradient."""
+        """One step of an optimizer: of each group on its keys, with the group's factor times the summed gradient. All of it, or
+        nothing: what is missing is noticed before."""
+        for key in (key for _, _, keys in groups for key in keys):
+            self._complete(key)
         for recipe, factor, keys in groups:
             for key in keys:
                 self._range(optimizer, key, recipe).apply(self.total(key), scale=factor, numbers=recipe)
@@ -205,12 +216,13 @@ class Shard:
         tensors: Sequence[Tensor],
     ) -> None:
         """What state() gave, here or elsewhere. Keys that are not told of have none."""
-        for key in recipes:
-            self.ranges.pop((optimizer, key), None)
-        at = 0
+        at, found = 0, {}
         for key, steps, names, there in told:
             arrays = dict(zip(names, tensors[at : at + len(names)], strict=True))
             at += len(names)
             if there:
-                held = self.ranges[optimizer, key] = Range(recipes[key], self.values[key])
+                held = found[key] = Range(recipes[key], self.values[key])
                 held.load({**arrays, **({"step": torch.tensor(float(steps))} if steps >= 0 else {})})
+        for key in recipes:
+            self.ranges.pop((optimizer, key), None)
+        self.ranges.update({(optimizer, key): held for key, held in found.items()})

@@ -43,6 +43,11 @@ class Together:
                 request.refuse(again(self._lost))
 
     @property
+    def lost(self) -> PeerLost | None:
+        """A fresh error to raise, once a worker is gone."""
+        return again(self._lost) if self._lost is not None else None
+
+    @property
     def missing(self) -> dict[Hashable, list[int]]:
         """What is waited for: the ranks that have not come."""
         with self._lock:

@@ -14,7 +14,7 @@ from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Lost, Met, Outcome
 from echelon.control.member import Member
-from echelon.errors import EchelonError, LinkLost, PeerLost, WorldError
+from echelon.errors import EchelonError, LinkLost, PeerLost, UsageError, WorldError
 from echelon.ps.duty import address_key
 from echelon.ps.frame import TRAINING
 from echelon.ps.keys import Holder, Placement, place
@@ -125,13 +125,32 @@ class Held:
         for index, link in enumerate(servers.links):
             size = self.placement.memory_bytes(Holder("server", index))
             self.pulled.append(link.buffer(max(size, 64)).zero_())
-        into, flats = [], {name: _flat(p) for name, p in params}
+        self._places: list[int] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Parameters whose memory the script replaced (`p.data = …`) are found again."""
+        places = [p.data_ptr() for p in self.params.values()]
+        if places == self._places:
+            return
+        into, flats = [], {name: _flat(p) for name, p in self.params.items()}
         for r in self.placement.ranges:
+            flat, dtype = flats[r.tensor.name], getattr(torch, r.tensor.dtype)
+            if (flat.numel(), flat.dtype) != (r.tensor.numel, dtype):
+                raise UsageError(
+                    f"`{r.tensor.name}` is {flat.numel()} of {flat.dtype} now, and the servers hold {r.tensor.numel} of {dtype}",
+                    remedy="Change shapes and types before run.prepare.",
+                )
             memory = self.pulled[r.holder.rank][r.offset_bytes : r.offset_bytes + r.nbytes]
-            into.append(
-                (flats[r.tensor.name][r.begin : r.end], memory.view(self.params[r.tensor.name].dtype))
-            )
+            into.append((flat[r.begin : r.end], memory.view(dtype)))
         self._pairs = [live for live, _ in into], [memory for _, memory in into]
+        self._places = places
+
+    def edited(self) -> bool:
+        """Did the script write into parameters since they were pulled? Sees every bit, also what was written past autograd's
+        counters (`p.data.clamp_()`)."""
+        live, memory = self._pairs
+        return not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(live, memory, strict=True))
 
     def open(self) -> None:
         """Every worker opens; the values are worker 0's. Blocks until they are there."""
@@ -345,6 +364,10 @@ class Held:
             head = {"model": self.model, "optimizer": optimizer, "recipes": recipes, "state": told}
             calls.append(link.call("train.load", head, tensors))
         self.servers.wait(calls, "state to the servers")
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.cpu().view(torch.int32 if x.element_size() == 4 else torch.int64)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -599,6 +599,21 @@ def edited_gradients_stepped_on_twice(run):
 
 
 @feature
+def values_written_through_data(run):
+    """Past autograd's counters, as many scripts do: clamped, scaled, and replaced by other memory."""
+    model, opt, loader = ready(run)
+    for _ in range(2):
+        for i, (x, y) in enumerate(loader):
+            learn(F.cross_entropy(model(x), y), opt)
+            model[0].weight.data.clamp_(-0.2, 0.2)
+            if i % 2:
+                model[2].bias.data = model[2].bias.data * 0.9
+            with torch.no_grad():
+                model[2].weight.mul_(0.99)
+    return weights(model)
+
+
+@feature
 def gradients_by_autograd_grad(run):
     model, opt, loader = ready(run)
     params = list(model.parameters())

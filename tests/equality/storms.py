@@ -138,6 +138,16 @@ LOOPS = {
 }
 
 
+def brew(name):
+    """The steps that a loop is to lose."""
+    last = 4 if "accum" in name else 6
+    for step in (1, 3, 3, last if "accum" in name or "micro" in name else 10):
+        faults.lose(step=step, optimizer=0)
+    if name.endswith("gan"):
+        faults.lose(step=2, optimizer=1)
+        faults.lose(step=6, optimizer=1)
+
+
 def main():
     torch.set_num_threads(1)
     first = echelon.init()
@@ -147,17 +157,7 @@ def main():
         for storm in (False, True):
             faults.clear()
             if storm:
-                last = 4 if "accum" in name else 6
-                for step, optimizer in (
-                    (1, 0),
-                    (3, 0),
-                    (3, 0),
-                    (last if "accum" in name or "micro" in name else 10, 0),
-                ):
-                    faults.lose(step=step, optimizer=optimizer)
-                if name.endswith("gan"):
-                    faults.lose(step=2, optimizer=1)
-                    faults.lose(step=6, optimizer=1)
+                brew(name)
             run = Run(first.place, strategy, None, first.emit, world=first.world)
             weights, ids = body(run)
             results[name].append((weights, ids, run.machine.counters.lost_steps))

@@ -1,9 +1,11 @@
 """Saved at one number of workers, loaded at another: the state bit for bit, the epoch's samples once each.
 
-worlds.py OUT STOP SOURCE   trains every loop until step STOP (0: to its end), from the checkpoints in SOURCE if it is not "-".
+worlds.py OUT STOP SOURCE [FORM]   trains every loop until step STOP (0: to its end), from the checkpoints in SOURCE if it is not "-".
+FORM "applied": servers run the optimizer.
 Each rank writes the state as it was when it was saved or loaded, its committed ids, and the final weights.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -38,7 +40,7 @@ def train(run, kind, optimizer, accumulate, note):
             loss = zoo.mean_ce(model(x), y)
             loss.backward()
             if clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                run.clip_grad_norm(model, clip)
             opt.step()
             if scheduler:
                 scheduler.step()
@@ -49,6 +51,7 @@ def train(run, kind, optimizer, accumulate, note):
 
 def state(run, model, opt, scheduler):
     """All that must be the same after loading."""
+    opt.state_dict()  # where servers have it, it comes here
     out = {f"model.{k}": v.clone() for k, v in model.state_dict().items()}
     for name, param in model.named_parameters():
         out |= {
@@ -65,8 +68,10 @@ def state(run, model, opt, scheduler):
     return out
 
 
-def one(runs, out, kind, stop_at, source):
+def one(runs, kind, stop_at, source, form):
     strategy, optimizer, accumulate = LOOPS[kind]
+    if form == "applied":
+        strategy = dataclasses.replace(strategy, form="ps", apply="server")
     run, note, said = runs.make(strategy, kind), {}, {}
     if source:
         arrive = run.keeping.arrive
@@ -91,9 +96,12 @@ def one(runs, out, kind, stop_at, source):
 def main():
     torch.set_num_threads(1)
     out, stop_at, source = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    form = sys.argv[4] if len(sys.argv) > 4 else ""
     first = echelon.init()
     runs = Runs(first, out / "runs")
-    said = {kind: one(runs, out, kind, stop_at, None if source == "-" else Path(source)) for kind in LOOPS}
+    kinds = [kind for kind in LOOPS if form != "applied" or kind != "table"]  # its gradients are sparse
+    kinds = [kind for kind in kinds if source == "-" or (Path(source) / "runs" / kind).exists()]
+    said = {kind: one(runs, kind, stop_at, None if source == "-" else Path(source), form) for kind in kinds}
     torch.save(said, out / f"rank-{first.rank}.pt")
 
 

@@ -67,6 +67,37 @@ TRAIN = """
 """
 
 
+LONG = """
+    import time, torch, echelon
+    run = echelon.init()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 20000), torch.nn.Linear(20000, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    data = torch.utils.data.TensorDataset(torch.ones(32, 4), torch.zeros(32, dtype=torch.long))
+    model, optimizer, loader = run.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
+    for _ in run.epochs(100_000):
+        for x, y in loader:
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.global_step == 10:
+                print("up", flush=True)
+"""
+"""Trains until it is ended; some of its parameters are cut over both servers."""
+
+WAYS = {"servers sum": ("--set", "servers_share=1"), "servers apply": ("--set", "apply=server")}
+
+CLIPPED = """
+    import torch, echelon
+    run = echelon.init()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = run.prepare(model, optimizer)
+    model(torch.ones(3, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+"""
+
+
 def up(running: Running) -> None:
     """All workers and both servers are there and have joined."""
     running.until(lambda: running.shows("up (×2)") or (running.shows("0] up") and running.shows("1] up")))
@@ -163,6 +194,56 @@ def test_a_killed_server_is_named_and_workers_that_lost_it_are_consequences(star
     assert "Traceback" not in last
     assert processes(result.run_dir)["server", 1]["code"] == 137
     wait_for_nothing(tmp_path, before, LIMIT_S)
+
+
+@pytest.mark.case("a killed server is named")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_server_killed_in_mid_training_is_named(start_run, tmp_path, way):
+    before = segments()
+    running = start_run(LONG, options=(*PS, *WAYS[way]))
+    up(running)
+    running.kill("server", 1)
+    killed = time.monotonic()
+    result = running.wait()
+    print(f"over {time.monotonic() - killed:.1f} s after the kill")
+    assert result.code == 137
+    told = re.sub(r"\s+", " ", result.err)
+    assert re.search(r"server 1 on \S+ was killed by SIGKILL \(signal 9\)", told), result.err
+    assert "2 workers failed as a consequence (0-1)" in told, result.err
+    wait_for_nothing(tmp_path, before, LIMIT_S)
+
+
+@pytest.mark.case("a worker killed among servers is named")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_killed_in_mid_training_is_named_and_the_others_are_consequences(start_run, tmp_path, way):
+    before = segments()
+    running = start_run(LONG, workers=3, options=(*PS, *WAYS[way]))
+    running.until(lambda: running.shows("up (×3)") or running.shows("2] up"))
+    running.kill("worker", 1)
+    killed = time.monotonic()
+    result = running.wait()
+    print(f"over {time.monotonic() - killed:.1f} s after the kill")
+    assert result.code == 137
+    told = re.sub(r"\s+", " ", result.err)
+    assert re.search(r"worker 1 on \S+ was killed by SIGKILL \(signal 9\)", told), result.err
+    assert "2 other workers failed as a consequence (0,2)" in told, result.err
+    assert not re.search(r"server \d on \S+ (failed|was killed)", told), result.err
+    wait_for_nothing(tmp_path, before, LIMIT_S)
+
+
+@pytest.mark.case("ps: .grad of apply=server is never silently a part")
+def test_a_script_that_clips_with_torch_is_told_what_to_call(echelon_run):
+    result = echelon_run(CLIPPED, options=(*PS, "--set", "apply=server"))
+    assert result.code == 2
+    told = re.sub(r"\s+", " ", result.err)
+    assert (
+        "the gradient of `0.weight` is not here: with apply=server the parts of all workers meet on the servers"
+        in told
+    )
+    assert "Clip with run.clip_grad_norm(model, max_norm)" in told
+    assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" in result.err  # the script's own line
+    fine = echelon_run(CLIPPED, options=(*PS, "--set", "servers_share=1"))
+    assert fine.code == 0, fine.err
 
 
 @pytest.mark.case("a server that fails is told last")
@@ -311,6 +392,36 @@ def test_sigterm_to_a_server_saves_and_the_printed_command_goes_on(tmp_path, who
     assert "goes on from step" in done.stderr
     assert (out / "digest-0").exists()
     assert shlex.join(again).endswith("0.05")
+
+
+@pytest.mark.case("ps and --resume")
+def test_a_run_whose_servers_apply_goes_on_with_the_same_bits(tmp_path):
+    """SIGTERM to a server in mid-run, then --resume: as if nothing had been."""
+    script = Path(__file__).with_name("kept.py")
+    words = [sys.executable, "-m", "echelon", "run", "--workers", "2", *PS, "--set", "apply=server"]
+    for name in ("calm", "stopped"):
+        (tmp_path / name).mkdir()
+
+    def go(name: str, *options: str, pause: str) -> Running:
+        command = [*words, "--name", name, *options, str(script), str(tmp_path / name), pause]
+        return Running(tmp_path, command, environment(tmp_path))
+
+    assert go("calm", pause="0").wait(120).code == 0
+    running = go("stopped", pause="0.05")
+    running.run_dir = tmp_path / "runs" / "stopped"
+    try:
+        running.until(lambda: running.shows("samples/s"), 60)
+        running.kill("server", 1, signal.SIGTERM)
+        result = running.wait()
+    finally:
+        running.process.kill()
+    assert result.code == 75, result.err[-3000:]
+    done = go("stopped", "--resume", pause="0").wait(120)
+    assert done.code == 0, done.err[-3000:]
+    assert "goes on from step" in done.err
+    for rank in range(2):
+        found = [json.loads((tmp_path / name / f"digest-{rank}").read_text()) for name in ("calm", "stopped")]
+        assert found[0] == found[1]
 
 
 AGAIN = """
