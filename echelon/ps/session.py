@@ -73,7 +73,7 @@ class Training:
 
     def _sum(self, request: Request) -> None:
         head = request.head
-        all_of_them = self.together.add(("sum", head["model"], head["number"]), request)
+        all_of_them = self.together.add(("sum", head["model"], head["number"], head.get("part", 0)), request)
         if all_of_them is None:
             return
         parts = [r.tensors[0] for r in all_of_them]
