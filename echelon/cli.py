@@ -38,8 +38,8 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _not_negative(ctx: click.Context, param: click.Parameter, value: int) -> int:
-    if value < 0:
+def _not_negative(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    if value is not None and value < 0:
         raise click.BadParameter(f"{value} is not a number of processes.")
     return value
 
@@ -144,7 +144,7 @@ def run(
       echelon run --hosts 2 --listen 10.0.0.1 --workers 8 train.py
 
     With --hosts, --workers and --servers are totals, dealt evenly over the
-    hosts. The command for the others is printed; nothing starts until all are there.
+    hosts; hosts that join with --workers 0 take all servers. The command for the others is printed; nothing starts until all are there.
 
     \b
     Knobs of --strategy, --set and --config that are asked for most:
@@ -186,8 +186,8 @@ def run(
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--token-file", type=click.Path(path_type=Path), metavar="F",
               help="A file of mode 0600 with the run's token.  [default: $ECHELON_TOKEN_FILE, or $ECHELON_TOKEN]")  # fmt: skip
-@click.option("--workers", type=int, metavar="n", callback=_at_least_one,
-              help="How many of the run's workers run here.  [default: an even share]")  # fmt: skip
+@click.option("--workers", type=int, metavar="n", callback=_not_negative,
+              help="How many of the run's workers run here; 0: servers only.  [default: an even share]")  # fmt: skip
 @click.option("--interface", metavar="I",
               help="Talk to the others over this interface.  [default: the one on the route to the first host]")  # fmt: skip
 @click.option("--join-timeout-s", type=click.FloatRange(1), default=300.0, show_default=True, metavar="S",

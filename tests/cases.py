@@ -52,7 +52,7 @@ ROWS = {
     # parameter servers as processes of a run
     "ps and servers go together", "servers start, serve and leave with the run", "a server's seat is its own",
     "a killed server is named", "a server that fails is told last", "SIGTERM to a server", "a stopped server is named",
-    "servers leave nothing", "servers dealt over hosts", "servers on two hosts", "ps in plain python", "ps and --resume",
+    "servers leave nothing", "servers dealt over hosts", "servers on two hosts", "servers on hosts of their own", "ps in plain python", "ps and --resume",
     "a killed server on another host", "what is started again takes its old seat", "who speaks for whom",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",

@@ -93,8 +93,8 @@ class Gathering:
                     f"the run has its {self.num_hosts} hosts already: {there or 'it formed before'}",
                     remedy="Start `echelon run` with a larger --hosts, or leave this host out.",
                 )
-            if workers is not None and workers <= 0:
-                raise UsageError(f"--workers {workers} is not a number of processes; the least is 1")
+            if workers is not None and workers < 0:
+                raise UsageError(f"--workers {workers} is not a number of processes")
             self._hosts[key] = Host(key, name[:MAX_NAME_CHARS], address[:MAX_NAME_CHARS], workers, probe_port)
             if self._fits():
                 self._emit(
@@ -223,10 +223,12 @@ class Gathering:
     # inside
 
     def _fits(self) -> bool:
-        """Do the numbers that hosts asked for still leave one worker for each of the others?"""
+        """Do the numbers that hosts asked for still leave a worker, or a server, for each of the others?"""
         asked = [host.asked for host in self._hosts.values() if host.key != 0]
         try:
-            hosts.deal(self.num_workers, [None, *asked, *[None] * (self.num_hosts - 1 - len(asked))])
+            left, free = self.num_hosts - 1 - len(asked), self.num_servers - asked.count(0)
+            rest = [0 if index < free else None for index in range(left)]
+            hosts.deal(self.num_workers, [None, *asked, *rest], self.num_servers)
         except WorldError as error:
             self._fail(error)
             return False

@@ -75,9 +75,16 @@ def order(hosts: Sequence[Host]) -> list[Host]:
     return sorted(hosts, key=by)
 
 
-def deal(total: int, asked: Sequence[int | None]) -> list[int]:
+def deal(total: int, asked: Sequence[int | None], num_servers: int = 0) -> list[int]:
     """Workers for each host, in order: what a host asked for, the rest evenly over those who did not say, earlier
-    ones first. WorldError when that cannot be."""
+    ones first. A host that asked for none is there for servers. WorldError when that cannot be."""
+    idle = sum(1 for number in asked if number == 0)
+    if idle > num_servers:
+        raise WorldError(
+            f"join --workers 0 was said by {idle} host{'s' * (idle != 1)}, and there {'is' if num_servers == 1 else 'are'} "
+            f"{num_servers} server{'s' * (num_servers != 1)} to run there",
+            remedy="A host without workers is for servers: give `echelon run --servers` at least one for each.",
+        )
     said = sum(number for number in asked if number is not None)
     silent = sum(1 for number in asked if number is None)
     rest = total - said
@@ -102,18 +109,23 @@ def deal(total: int, asked: Sequence[int | None]) -> list[int]:
     return shares
 
 
-def deal_servers(total: int, num_hosts: int) -> list[int]:
-    """Servers for each host, in order: evenly, earlier ones first; a host may have none."""
-    each, over = divmod(total, num_hosts)
-    return [each + (index < over) for index in range(num_hosts)]
+def deal_servers(total: int, workers: Sequence[int]) -> list[int]:
+    """Servers for each host, in order, by its workers: evenly over the hosts without workers, whose links are free; over
+    all if there is none. Earlier ones first; a host may have none."""
+    takers = [index for index, number in enumerate(workers) if number == 0] or list(range(len(workers)))
+    each, over = divmod(total, len(takers))
+    shares = [0] * len(workers)
+    for turn, index in enumerate(takers):
+        shares[index] = each + (turn < over)
+    return shares
 
 
 def seats(total: int, hosts: Sequence[Host], num_servers: int = 0) -> list[Seat]:
     """Where everybody runs: hosts in order, ranks without gaps."""
     ordered, made, first, first_server = order(hosts), [], 0, 0
-    shares = deal(total, [host.asked for host in ordered])
+    shares = deal(total, [host.asked for host in ordered], num_servers)
     for index, (host, share, servers) in enumerate(
-        zip(ordered, shares, deal_servers(num_servers, len(ordered)), strict=True)
+        zip(ordered, shares, deal_servers(num_servers, shares), strict=True)
     ):
         made.append(Seat(index, host.key, host.name, host.address, first, share, first_server, servers))
         first, first_server = first + share, first_server + servers

@@ -156,11 +156,14 @@ def sentence(event: Event) -> str:
 def _reason(event: Event) -> Stop | None:
     """Why the run is to end after this event, if it is."""
     if isinstance(event, HostLost):
-        workers = f"worker{'s' * (len(event.ranks) != 1)} {spell_ranks(event.ranks)}"
-        if event.servers:
-            workers += f" and server{'s' * (len(event.servers) != 1)} {spell_ranks(event.servers)}"
+        parts = [
+            f"{role}{'s' * (len(ranks) != 1)} {spell_ranks(ranks)}"
+            for role, ranks in ((WORKER, event.ranks), (SERVER, event.servers))
+            if ranks
+        ]
+        with_it = " and ".join(parts)
         return Stop(
-            137, f"host {event.host} ({event.address}) is gone, and {workers} with it: {event.reason}"
+            137, f"host {event.host} ({event.address}) is gone, and {with_it} with it: {event.reason}"
         )
     if isinstance(event, HostRefused):
         return Stop(69, f"the world did not form: {event.reason}", _lines(event.remedy))
@@ -177,12 +180,9 @@ def _is_far(event: ProcessStarted | ProcessEnded, plan: Plan) -> bool:
 
 def seats_line(seats: Sequence[Seat]) -> str:
     def runs(seat: Seat) -> str:
-        servers = (
-            f" and server{'s' * (seat.num_servers != 1)} {spell_ranks(seat.servers)}"
-            if seat.num_servers
-            else ""
-        )
-        return f"{seat} runs {spell_ranks(seat.ranks)}{servers}"
+        servers = f"server{'s' * (seat.num_servers != 1)} {spell_ranks(seat.servers)}"
+        parts = [spell_ranks(seat.ranks)] * bool(seat.ranks) + [servers] * bool(seat.servers)
+        return f"{seat} runs {' and '.join(parts)}"
 
     return "hosts: " + " · ".join(map(runs, seats))
 

@@ -16,6 +16,7 @@ from echelon.clock import Deadline
 from echelon.control import net
 from echelon.control import token as tokens
 from echelon.control.handshake import JOINER
+from echelon.control.roster import SERVER, WORKER
 from echelon.control.rpc import Client, Identity
 from echelon.errors import AuthError, UsageError, WorldError
 from echelon.launch import sameness
@@ -68,9 +69,14 @@ def _work(
     folder.logs.mkdir(parents=True, exist_ok=True)
     grace_s = float(description.get("grace_s", 30.0))
     plan = make_plan(job, description["name"], folder.path, coordinator, grace_s).seated(seat)
-    ranks = f"worker{'s' * (len(seat.ranks) != 1)} {spell_ranks(seat.ranks)} of {plan.num_workers}"
-    if seat.num_servers:
-        ranks += f" · server{'s' * (seat.num_servers != 1)} {spell_ranks(seat.servers)} of {plan.num_servers}"
+    ranks = " · ".join(
+        f"{role}{'s' * (len(mine) != 1)} {spell_ranks(mine)} of {total}"
+        for role, mine, total in (
+            (WORKER, seat.ranks, plan.num_workers),
+            (SERVER, seat.servers, plan.num_servers),
+        )
+        if mine
+    )
     display.say(
         *fold(f"host {seat.index} of the run: {ranks} · {plan.threads_sentence} · logs in {folder.logs}")
     )

@@ -197,7 +197,7 @@ def thread_plan(
     servers = f" + {num_servers} server{'s' * (num_servers != 1)}" if num_servers else ""
     if set_by_user is not None:
         return set_by_user, f"{workers} × {_threads(set_by_user)}{servers} (OMP_NUM_THREADS)"
-    threads = max(1, num_cores // num_workers)
+    threads = max(1, num_cores // max(1, num_workers))
     if servers:
         servers += f" × {_threads(server_threads(num_workers, num_servers, num_cores))}"
     return threads, f"{workers} × {_threads(threads)}{servers} on {num_cores} core{'s' * (num_cores != 1)}"

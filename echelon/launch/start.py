@@ -95,9 +95,9 @@ def run(
 
     check_script(job)
     strategies.require_servers(chosen, job.num_servers)
-    if job.num_workers < reach.num_hosts:
+    if job.num_workers + job.num_servers < reach.num_hosts:
         raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
-                         remedy="--workers is the total of all hosts.")  # fmt: skip
+                         remedy="--workers is the total of all hosts. A host that joins with --workers 0 is for servers.")  # fmt: skip
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run

@@ -25,6 +25,8 @@ from echelon.ps.worker import Servers, lost
 ALIGN_BYTES = 64
 LEAST_BYTES = 64 * 1024
 """A piece below this is not worth a message to a server."""
+MESSAGE_BYTES = 1 << 18
+"""A larger piece goes in messages of this: while one is summed, the next arrives and the last one's sum returns."""
 
 
 def servers_share(worker_hosts: Sequence[str], server_hosts: Sequence[str]) -> Fraction:
@@ -51,12 +53,12 @@ class SumWire(PlainWire):
         if not pieces or flat.device.type != "cpu":
             return super().send(bucket)
         number = self.servers.number(self.model)
-        head = {"model": self.model, "number": number}
         calls: list[Pending] = []
         try:
-            for link, (begin, end) in zip(self.servers.links, pieces, strict=True):
-                piece = flat[begin:end]
-                calls.append(link.call("train.sum", head, piece, out=piece))
+            for server, part, begin, end in messages(pieces, flat.element_size()):
+                piece, head = flat[begin:end], {"model": self.model, "number": number, "part": part}
+                lanes = self.servers.lanes[server]
+                calls.append(lanes[part % len(lanes)].call("train.sum", head, piece, out=piece))
         except LinkLost as error:
             return _Over(lost(error))
         end = pieces[-1][1]
@@ -87,6 +89,19 @@ def cut(numel: int, itemsize: int, share: Fraction, num_servers: int) -> list[tu
         ends[-1] = numel
     pieces = list(zip([0, *ends[:-1]], ends, strict=True))
     return pieces if all(begin < end for begin, end in pieces) else []
+
+
+def messages(
+    pieces: Sequence[tuple[int, int]], itemsize: int, message_bytes: int = MESSAGE_BYTES
+) -> list[tuple[int, int, int, int]]:
+    """(server, number of the part, begin, end) of each message, in turn to all servers: every link is loaded from the start."""
+    step = message_bytes // itemsize
+    found = [
+        (part, server, at, min(at + step, end))
+        for server, (begin, end) in enumerate(pieces)
+        for part, at in enumerate(range(begin, end, step))
+    ]
+    return [(server, part, begin, end) for part, server, begin, end in sorted(found)]
 
 
 @dataclass

@@ -94,7 +94,7 @@ class Training:
 
     def _sum(self, request: Request) -> None:
         head = request.head
-        all_of_them = self.together.add(("sum", head["model"], head["number"]), request)
+        all_of_them = self.together.add(("sum", head["model"], head["number"], head.get("part", 0)), request)
         if all_of_them is not None:
             self._carry_out(all_of_them, lambda: self._add_up(all_of_them))
 

@@ -28,11 +28,20 @@ WAIT_S = 1800.0
 """How long an answer may take: it may wait for the slowest worker. Who stands still is named long before (elastic/stuck.py)."""
 
 
+LANES = 4
+"""Connections to a server on another host that sums go over. Streams share a link evenly, and the workers' own all-reduce has as many
+beside them: with one, a server's link would stand idle while workers fill theirs with each other's data."""
+
+
 class Servers:
     """Every server's link, by rank. Waits are recorded, so that a server that stands still is named."""
 
-    def __init__(self, links: Sequence[Link], hosts: Sequence[str]) -> None:
+    def __init__(
+        self, links: Sequence[Link], hosts: Sequence[str], lanes: Sequence[Sequence[Link]] | None = None
+    ) -> None:
         self.links, self.hosts = list(links), list(hosts)
+        self.lanes = [list(of) for of in lanes] if lanes is not None else [[link] for link in links]
+        """By server: the connections over which sums go, the link of `links` among them."""
         self.numbers: dict[int, int] = {}
         """Model -> operations begun so far that every worker takes part in."""
         self._begun = self._models = 0
@@ -43,7 +52,7 @@ class Servers:
         """Connects to all servers of a run; blocks until they are there."""
         deadline = Deadline.after(CONNECT_S)
         wire = member.dial(deadline)
-        links: list[Link] = []
+        lanes: list[list[Link]] = []
         try:
             for rank in range(num_servers):
                 with activity.waiting(
@@ -52,22 +61,25 @@ class Servers:
                     found = wire.call(
                         "store.get", deadline, key=address_key(rank), timeout_s=CONNECT_S, term=1 << 53
                     )
-                where = bytes(found).decode()
-                links.append(Link.connect(where, member.token, member.identity, deadline, limits=TRAINING))
+                to = (bytes(found).decode(), member.token, member.identity, deadline)
+                lanes.append([Link.connect(*to, limits=TRAINING)])
+                if not lanes[-1][0].local:
+                    lanes[-1] += [Link.connect(*to, limits=TRAINING) for _ in range(LANES - 1)]
         except BaseException:
-            for link in links:
+            for link in (link for of in lanes for link in of):
                 link.close()
             raise
         finally:
             wire.close()
         seats = member.servers()
-        return cls(links, [str(seats.get(rank, {}).get("host", "")) for rank in range(num_servers)])
+        hosts = [str(seats.get(rank, {}).get("host", "")) for rank in range(num_servers)]
+        return cls([of[0] for of in lanes], hosts, lanes)
 
     def __len__(self) -> int:
         return len(self.links)
 
     def close(self) -> None:
-        for link in self.links:
+        for link in (link for of in self.lanes for link in of):
             link.close()
 
     def new_model(self) -> int:

@@ -4,6 +4,7 @@ steps, after a stop, and at another number of workers and servers, or without se
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -192,7 +193,7 @@ def test_a_run_goes_on_with_other_servers_or_none(saved, places):
         source, life = saved(workers, servers, stop_at, source)
         lives.append(life)
     for kind in ("mlp", "cnn", "transformer"):
-        for before, after in zip(lives, lives[1:], strict=False):
+        for before, after in itertools.pairwise(lives):
             for said in after:
                 assert difference_of_bits(said[kind]["loaded"], before[0][kind]["saved"]) == []
         for said in lives[-1]:

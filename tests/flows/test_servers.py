@@ -510,6 +510,18 @@ def test_servers_are_dealt_over_hosts_and_leave_with_the_run(site):
     site.wait_for_nothing()
 
 
+@pytest.mark.case("servers on hosts of their own")
+def test_a_host_that_joins_without_workers_takes_the_servers(site):
+    site.script(TRAIN % "")
+    first = site.run(options=("--servers", "1", "--strategy", "ps"), workers=1)
+    other = site.join(1, "--workers", "0")
+    text = ends(first, 0, 90)
+    assert "h0 (10.77.0.1) runs 0 · h1 (10.77.0.2) runs server 0" in text
+    assert "steps 4" in text
+    assert "host 1 of the run: server 0 of 1" in ends(other, 0)
+    site.wait_for_nothing()
+
+
 @pytest.mark.case("a killed server on another host")
 def test_a_server_killed_on_another_host_is_named(site):
     site.script(WAIT)

@@ -16,7 +16,7 @@ from echelon.elastic.lookout import Lookout
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.stuck import decide
 from echelon.elastic.views import Options, View
-from echelon.errors import UsageError
+from echelon.errors import UsageError, WorldError
 from echelon.events import Beat, Failed, HostLost, Left, Serving, Stuck, Unstuck, Warned
 from echelon.launch import crew, restart
 from echelon.launch.blame import Exit, judge
@@ -101,16 +101,44 @@ def test_a_server_never_speaks_as_a_worker_nor_a_worker_as_a_server():
 
 @pytest.mark.case("servers dealt over hosts")
 @pytest.mark.parametrize(
-    ("total", "num_hosts", "shares"),
-    [(2, 2, [1, 1]), (3, 2, [2, 1]), (1, 3, [1, 0, 0]), (0, 2, [0, 0]), (7, 3, [3, 2, 2])],
+    ("total", "workers", "shares"),
+    [
+        (2, [1, 1], [1, 1]),
+        (3, [1, 1], [2, 1]),
+        (1, [4, 1, 1], [1, 0, 0]),
+        (0, [1, 1], [0, 0]),
+        (2, [1, 0, 1, 0], [0, 1, 0, 1]),
+        (3, [2, 0, 2, 0], [0, 2, 0, 1]),
+    ],
 )
-def test_servers_are_dealt_evenly_and_a_host_may_have_none(total, num_hosts, shares):
-    assert hosts.deal_servers(total, num_hosts) == shares
+def test_servers_are_dealt_over_hosts_without_workers_first_and_evenly(total, workers, shares):
+    assert hosts.deal_servers(total, workers) == shares
+
+
+@pytest.mark.parametrize(("total", "num_hosts"), [(2, 2), (3, 2), (1, 3), (0, 2), (7, 3)])
+def test_a_host_holds_the_servers_that_it_was_dealt(total, num_hosts):
     there = [Host(index, f"h{index}", f"10.0.0.{index + 1}") for index in range(num_hosts)]
     seats = hosts.seats(num_hosts, there, total)
     assert [rank for seat in seats for rank in seat.servers] == list(range(total))
     assert [seat.holds(Who("server", 0)) for seat in seats] == [total > 0, *[False] * (num_hosts - 1)]
     assert all(seat.holds(Who("worker", seat.index)) for seat in seats)
+
+
+def test_hosts_that_ask_for_no_workers_get_the_servers():
+    there = [Host(0, "h0", "10.0.0.1"), Host(1, "h1", "10.0.0.2", asked=0), Host(2, "h2", "10.0.0.3")]
+    seats = hosts.seats(3, there, 2)
+    assert [(list(seat.ranks), list(seat.servers)) for seat in seats] == [
+        ([0, 1], []),
+        ([], [0, 1]),
+        ([2], []),
+    ]
+    assert crew.seats_line(seats).endswith("h1 (10.0.0.2) runs servers 0-1 · h2 (10.0.0.3) runs 2")
+
+
+@pytest.mark.parametrize(("num_servers", "asked"), [(0, [None, 0]), (1, [None, 0, 0])])
+def test_a_host_without_workers_needs_a_server(num_servers, asked):
+    with pytest.raises(WorldError, match=r"and there (is 1 server|are 0 servers) to run there"):
+        hosts.deal(4, asked, num_servers)
 
 
 def test_a_lost_host_names_its_servers():

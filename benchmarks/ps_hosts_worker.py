@@ -1,0 +1,80 @@
+"""A worker of ps_hosts.py: steps of a model that is nearly all communication, with 0, 1, 2, … servers in turn, in one launch.
+
+Run by `echelon run --servers K --strategy ps` with ROUNDS STEPS MIB OUT; rank 0 leaves OUT: seconds a step by number of servers, a
+round each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import echelon
+from echelon.clock import Deadline
+from echelon.ps.worker import Servers
+from echelon.run import Run
+from echelon.strategy import Strategy, parse
+
+LIMIT_S = 120.0
+LAYERS = 25
+
+
+class Flat(nn.Module):
+    """`mib` of parameters whose gradients cost one pass over memory each."""
+
+    def __init__(self, mib: float) -> None:
+        super().__init__()
+        numel = int(mib * (1 << 20)) // 4 // LAYERS
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x.mean() * layer.sum() for layer in self.layers]).sum()
+
+
+class Side:
+    """The model with `servers` of the run's servers."""
+
+    def __init__(self, first: Run, servers: int, mib: float, knobs: str) -> None:
+        of = first.world.servers
+        chosen = Servers(of.links[:servers], of.hosts[:servers], of.lanes[:servers]) if servers else None
+        world = dataclasses.replace(first.world, servers=chosen)
+        strategy = Strategy(**parse("ps" if servers else "allreduce"), **parse(knobs))
+        self.run = Run(first.place, strategy, None, first.emit, world=world)
+        model = Flat(mib)
+        self.model, self.optimizer = self.run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        self.x = torch.ones(8)
+
+    def step(self) -> None:
+        self.model(self.x).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def main() -> None:
+    rounds, steps, mib, out = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    first = echelon.init()
+    knobs = sys.argv[5] if len(sys.argv) > 5 else ""
+    sides = {k: Side(first, k, mib, knobs) for k in range(len(first.world.servers) + 1)}
+    side = first.world.side
+    times: dict[int, list[float]] = {k: [] for k in sides}
+    for number in range(-1, rounds):  # the first round warms up
+        for k in list(sides) if number % 2 else list(reversed(sides)):
+            side.barrier().wait(Deadline.after(LIMIT_S))
+            began = time.perf_counter()
+            for _ in range(steps):
+                sides[k].step()
+            side.barrier().wait(Deadline.after(LIMIT_S))
+            if number >= 0:
+                times[k].append((time.perf_counter() - began) / steps)
+    if first.is_main:
+        out.write_text(json.dumps(times))
+
+
+main()
