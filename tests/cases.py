@@ -40,7 +40,7 @@ ROWS = {
     # examples
     "example house_prices", "example images", "example language", "example gan", "example parameter_server",
     # stopping and going on
-    "--resume gives the same bits", "--resume starts what is not there", "50 moments of SIGTERM", "SIGTERM in the last moment", "SIGTERM in a loop without a loader", "a look never kills", "SIGTERM to all processes at once", "SIGTERM to any process", "SIGTERM at another host", "checkpoint on one worker only", "an iterator left open at the end", "another model is named by its tensor", "the last complete one loads and says so", "a script that goes another way", "USERS 10", "USERS 5", "USERS 6", "a second signal ends at once", "echelon stop saves", "kill -9 and --resume", "no checkpoint within the grace", "saved at 4, loaded at any",
+    "--resume gives the same bits", "--resume starts what is not there", "50 moments of SIGTERM", "SIGTERM in the last moment", "SIGTERM in a loop without a loader", "ps,update=async: one worker is plain torch", "ps,update=async: every sample once", "ps,update=async: SIGTERM and --resume", "a look never kills", "SIGTERM to all processes at once", "SIGTERM to any process", "SIGTERM at another host", "checkpoint on one worker only", "an iterator left open at the end", "another model is named by its tensor", "the last complete one loads and says so", "a script that goes another way", "USERS 10", "USERS 5", "USERS 6", "a second signal ends at once", "echelon stop saves", "kill -9 and --resume", "no checkpoint within the grace", "saved at 4, loaded at any",
     # checkpoints
     "checkpoint files are safetensors and JSON", "damaged checkpoints are named", "a pickle is refused",
     "a full disk keeps the old checkpoint", "checkpoint memory: a share + 10 %",

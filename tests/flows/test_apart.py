@@ -1,0 +1,57 @@
+"""Runs whose workers are not at one place (update=async, update=bounded), stopped and resumed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, time, torch, echelon
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+run = echelon.init()
+torch.manual_seed(3)
+g = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(44, 6, generator=g), torch.randint(0, 4, (44,), generator=g))
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.05), DataLoader(data, batch_size=4, shuffle=True))
+val = DataLoader(data, batch_size=16)
+seen = open(f"seen-{run.rank}", "a")
+def judge(model, batch):
+    return {"loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))}
+for epoch in run.epochs(int(sys.argv[1])):
+    for x, y in loader:
+        time.sleep(0.06 if run.rank == 0 else 0.02)
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        print(len(x), file=seen, flush=True)
+    run.print("epoch", epoch, "loss", run.evaluate(model, val, judge)["loss"])
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.case("ps,update=async: SIGTERM and --resume")
+@pytest.mark.parametrize("update", ["async", "bounded,staleness=2"])
+def test_sigterm_stops_workers_wherever_they_are_and_resume_takes_the_rest(start_run, tmp_path, update):
+    options = ("--servers", "1", "--strategy", f"ps,update={update}", "--name", "apart")
+    running = start_run(SCRIPT, "8", workers=3, options=options)
+    running.until(lambda: running.shows("epoch 1"), 60)
+    running.kill("worker", 1, signal.SIGTERM)
+    stopped = running.wait(60)
+    assert stopped.code == 75, stopped.err[-3000:]
+    assert 44 < _seen(tmp_path) < 8 * 44
+    again = start_run(SCRIPT, "8", workers=3, options=(*options, "--resume"))
+    result = again.wait(90)
+    assert result.code == 0, result.err[-3000:]
+    assert "epoch 7" in result.out + result.err
+    assert _seen(tmp_path) == 8 * 44
+    assert re.search(r"server 0: \d+ MiB, [\d,]+ updates", result.err)
+
+
+def _seen(folder: Path) -> int:
+    """Samples that all workers stepped on so far."""
+    return sum(int(line) for file in folder.glob("seen-*") for line in file.read_text().split())
