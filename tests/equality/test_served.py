@@ -4,6 +4,7 @@ steps, after a stop, and at another number of workers and servers, or without se
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ HERE = Path(__file__).parent
 SIZES = [(2, 1), (3, 2), *(pytest.param(w, s, marks=pytest.mark.slow) for w, s in ((1, 1), (2, 2), (4, 3)))]
 """Workers and servers."""
 
-NOT_HERE = "the gradient of `0.weight` is not here: with apply=server the parts of all workers meet on the servers"
+NOT_HERE = (
+    "the gradient of `0.weight` is not here: with apply=server the parts of all workers meet on the servers"
+)
 REFUSED = {
     "sparse_embedding": "`rows.weight` has sparse gradients, and servers keep dense ranges",
     "lbfgs": "servers cannot run LBFGS: it calls the model again within a step, and a server has none",
@@ -104,7 +107,9 @@ STORMS = ["plain", "accumulating by hand", "micro-batches", "scaler", "batchnorm
 STOPS = ["storm plain", "storm scaler", "gan", "run_evaluate", "batchnorm_1d_and_scheduler_per_epoch", "a_scheduler_made_after_prepare",
          "add_param_group_with_a_new_module", "a_replaced_head_in_the_old_group"]  # fmt: skip
 MORE_STORMS = ["accumulating", "amp", "ema of the strategy", "loader processes"]
-UNDONE = {"storm gan": "a step lost after another optimizer of the iteration stepped ends the run: nothing undoes it on servers"}
+UNDONE = {
+    "storm gan": "a step lost after another optimizer of the iteration stepped ends the run: nothing undoes it on servers"
+}
 MORE_STOPS = [
     name
     for name, (strategy, _) in resumed.LOOPS.items()
@@ -188,7 +193,7 @@ def test_a_run_goes_on_with_other_servers_or_none(saved, places):
         source, life = saved(workers, servers, stop_at, source)
         lives.append(life)
     for kind in ("mlp", "cnn", "transformer"):
-        for before, after in zip(lives, lives[1:], strict=False):
+        for before, after in itertools.pairwise(lives):
             for said in after:
                 assert difference_of_bits(said[kind]["loaded"], before[0][kind]["saved"]) == []
         for said in lives[-1]:

@@ -236,7 +236,10 @@ def test_a_script_that_clips_with_torch_is_told_what_to_call(echelon_run):
     result = echelon_run(CLIPPED, options=(*PS, "--set", "apply=server"))
     assert result.code == 2
     told = re.sub(r"\s+", " ", result.err)
-    assert "the gradient of `0.weight` is not here: with apply=server the parts of all workers meet on the servers" in told
+    assert (
+        "the gradient of `0.weight` is not here: with apply=server the parts of all workers meet on the servers"
+        in told
+    )
     assert "Clip with run.clip_grad_norm(model, max_norm)" in told
     assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" in result.err  # the script's own line
     fine = echelon_run(CLIPPED, options=(*PS, "--set", "servers_share=1"))

@@ -55,7 +55,13 @@ def test_whoever_uses_a_gradient_that_is_on_servers_is_told(weight, use):
 def test_what_needs_no_numbers_can_be_asked(weight):
     grad = weight.grad
     assert grad is not None
-    assert (grad.shape, grad.dtype, grad.device, grad.ndim, grad.numel()) == ((3, 4), torch.float64, torch.device("cpu"), 2, 12)
+    assert (grad.shape, grad.dtype, grad.device, grad.ndim, grad.numel()) == (
+        (3, 4),
+        torch.float64,
+        torch.device("cpu"),
+        2,
+        12,
+    )
     assert (grad.size(), grad.size(1), grad.dim(), len(grad)) == ((3, 4), 4, 2, 3)
     assert not grad.is_sparse
     assert grad.is_floating_point()

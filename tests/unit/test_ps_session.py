@@ -307,7 +307,9 @@ def test_whoever_waits_for_a_worker_that_goes_gets_peer_lost(site, shared):
 def test_whoever_waits_for_worker_0_to_open_is_told_that_it_went(site):
     made = site(2)
     early = made.ask(1, "open", model=1, ranges=[[0, 0, 4, "float32"]])
-    assert made.ask(1, "back", model=1, pushes=[]).wait  # the open is under way; whatever this is answered with
+    assert made.ask(
+        1, "back", model=1, pushes=[]
+    ).wait  # the open is under way; whatever this is answered with
     made.links[0][0].close()
     with pytest.raises(PeerLost, match="worker 0 ended its connection"):
         early.wait(soon())
@@ -320,9 +322,7 @@ def test_workers_with_other_parameters_are_told(site):
     ranges = [[[0, 0, 4, "float32"]], [[0, 0, 5, "float32"]]]
     memory = torch.zeros(64, dtype=torch.uint8)
     found = made.all(
-        lambda r: (
-            made.ask(r, "open", [memory] if r == 0 else [], model=1, ranges=ranges[r]).wait(soon()).head
-        )
+        lambda r: made.ask(r, "open", [memory] if r == 0 else [], model=1, ranges=ranges[r]).wait(soon()).head
     )
     assert found[0] == {"updates": 0}
     assert "worker 1 has other parameters in model 1 than worker 0" in str(found[1])
@@ -545,7 +545,9 @@ def test_state_that_does_not_fit_is_refused_and_the_old_one_stays(site):
     recipe = Recipe("adam", {"lr": 0.01})
     train(made, [held], recipe, range(2))
     before = held.state(0, ["big"])
-    wrong = {"big": {"step": torch.tensor(3.0), "momentum_buffer": torch.zeros(300, 200, dtype=torch.float64)}}
+    wrong = {
+        "big": {"step": torch.tensor(3.0), "momentum_buffer": torch.zeros(300, 200, dtype=torch.float64)}
+    }
     with pytest.raises(UsageError, match="adam keeps no 'momentum_buffer'"):
         held.load(0, [(recipe, ["big", "small"])], wrong)
     after = held.state(0, ["big"])
