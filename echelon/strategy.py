@@ -268,6 +268,11 @@ def require_whole(strategy: Strategy) -> None:
         f"apply=server goes with ps, not with {strategy.form}",
         "Start it with --servers 1 --strategy ps,apply=server, or leave it out.",
     )
+    _need(
+        strategy.apply == "worker" or strategy.compress == "none",
+        f"compress={strategy.compress} with apply=server: servers take gradients as they are",
+        "Use apply=worker, where the workers code what they send, or leave compress out.",
+    )
 
 
 def require_servers(strategy: Strategy, num_servers: int) -> None:

@@ -54,6 +54,8 @@ CASES = [
     Case("all-reduce", 4),
     Case("accumulate=2", 2, ("--set", "accumulate=2"), ("--batch", "256")),
     Case("microbatches=2", 2, ("--set", "microbatches=2")),
+    Case("ps, sums", 2, ("--servers", "1", "--strategy", "ps,servers_share=1")),
+    Case("ps, applies", 2, ("--servers", "2", "--strategy", "ps,apply=server")),
 ]
 
 

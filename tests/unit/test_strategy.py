@@ -111,5 +111,7 @@ def test_ps_and_servers_go_together(text, num_servers, wrong):
 
 def test_a_server_applies_only_where_there_is_one():
     require_whole(merge(parse("ps,apply=server")))
+    with pytest.raises(StrategyError, match="compress=int8 with apply=server"):
+        require_whole(merge(parse("ps,apply=server,compress=int8")))
     with pytest.raises(StrategyError, match="apply=server goes with ps"):
         require_whole(merge(parse("apply=server")))
