@@ -20,7 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import record
 from comm_hosts import iperf3, shape
 
@@ -105,7 +106,9 @@ def main() -> None:
         network.close()
     rows = report(asked, times, limit)
     if not asked.no_file:
-        path = record.write(f"ps-hosts-{asked.rate}", rows, workers=asked.workers, mib=asked.mib, rate=asked.rate)
+        path = record.write(
+            f"ps-hosts-{asked.rate}", rows, workers=asked.workers, mib=asked.mib, rate=asked.rate
+        )
         print(f"written to {path.relative_to(record.ROOT)}")
 
 
