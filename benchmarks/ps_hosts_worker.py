@@ -18,9 +18,11 @@ from torch import nn
 
 import echelon
 from echelon.clock import Deadline
-from echelon.ps.worker import Servers
 from echelon.run import Run
 from echelon.strategy import Strategy, parse
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ps_step_worker import some
 
 LIMIT_S = 120.0
 LAYERS = 25
@@ -52,9 +54,7 @@ class Side:
     """The model with `servers` of the run's servers."""
 
     def __init__(self, first: Run, servers: int, mib: float, knobs: str) -> None:
-        of = first.world.servers
-        chosen = Servers(of.links[:servers], of.hosts[:servers], of.lanes[:servers]) if servers else None
-        world = dataclasses.replace(first.world, servers=chosen)
+        world = dataclasses.replace(first.world, servers=some(first.world.servers, servers))
         strategy = Strategy(**parse("ps" if servers else "allreduce"), **parse(knobs))
         self.run = Run(first.place, strategy, None, first.emit, world=world)
         model = Flat(mib)

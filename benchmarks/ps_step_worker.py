@@ -61,10 +61,17 @@ def forever(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
+def some(of: Servers, servers: int) -> Servers | None:
+    """The first ones of a run's servers; models are numbered across all of them."""
+    if servers in (0, len(of)):
+        return of if servers else None
+    chosen = Servers(of.links[:servers], of.hosts[:servers], of.lanes[:servers])
+    chosen._models = 1000 * servers
+    return chosen
+
+
 def stepper(first: Run, name: str, strategy: str, servers: int) -> Callable[[], None]:
-    of = first.world.servers
-    chosen = Servers(of.links[:servers], of.hosts[:servers], of.lanes[:servers]) if servers else None
-    world = dataclasses.replace(first.world, servers=chosen)
+    world = dataclasses.replace(first.world, servers=some(first.world.servers, servers))
     fields = {"sync_batchnorm": False, **parse(strategy)}
     run = Run(first.place, Strategy(**fields), None, first.emit, world=world)
     model, data, batch, _ = model_for(name)
