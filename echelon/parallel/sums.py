@@ -15,12 +15,11 @@ from torch import Tensor
 
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Outcome, Work, merge
-from echelon.errors import LinkLost
 from echelon.parallel.buckets import Bucket
 from echelon.parallel.wire import PlainWire
-from echelon.ps.pending import Pending
 from echelon.ps.shares import shares
-from echelon.ps.worker import Servers, lost
+from echelon.ps.window import Batch, Window
+from echelon.ps.worker import Servers
 
 ALIGN_BYTES = 64
 LEAST_BYTES = 64 * 1024
@@ -29,14 +28,27 @@ MESSAGE_BYTES = 1 << 18
 """A larger piece goes in messages of this: while one is summed, the next arrives and the last one's sum returns."""
 
 
+EASE = Fraction(1, 50)
+"""Workers' links carry this much more than the least there is, so that servers' links, where every message waits for the
+slowest worker's, are done a little earlier: with all links loaded alike, a step ends with servers that are late and workers' links that idle."""
+EASE_MOST = Fraction(1, 4)
+"""… but servers give up no more than this part of their share for it."""
+
+
 def servers_share(worker_hosts: Sequence[str], server_hosts: Sequence[str]) -> Fraction:
     """The part of the summing that servers take: only those on hosts of their own count, each host once. Workers of one host
-    meet in its memory and count as one."""
+    meet in its memory and count as one. A little less than the formula's: see EASE."""
     apart = set(server_hosts) - set(worker_hosts)
     hosts = max(1, len(set(worker_hosts)))
     found = shares(hosts, len(apart))
     whole = found.server * len(apart) + found.worker * hosts
-    return Fraction(found.server * len(apart), whole)
+    exact = Fraction(found.server * len(apart), whole)
+    steep = (
+        Fraction(2 * (hosts - 1), hosts) - 1
+    )  # a worker's link carries 1 + steep * (1 - share) of the bytes
+    if steep <= 0:
+        return exact
+    return exact - min(EASE_MOST * exact, EASE * (1 + steep * (1 - exact)) / steep)
 
 
 class SumWire(PlainWire):
@@ -45,6 +57,7 @@ class SumWire(PlainWire):
     def __init__(self, group: Group, servers: Servers, model: int, share: Fraction) -> None:
         super().__init__(group)
         self.servers, self.model, self.share = servers, model, share
+        self.windows = [Window(lanes) for lanes in servers.lanes]
 
     def send(self, bucket: Bucket) -> Work:
         flat = bucket.flat
@@ -53,14 +66,11 @@ class SumWire(PlainWire):
         if not pieces or flat.device.type != "cpu":
             return super().send(bucket)
         number = self.servers.number(self.model)
-        calls: list[Pending] = []
-        try:
-            for server, part, begin, end in messages(pieces, flat.element_size()):
-                piece, head = flat[begin:end], {"model": self.model, "number": number, "part": part}
-                lanes = self.servers.lanes[server]
-                calls.append(lanes[part % len(lanes)].call("train.sum", head, piece, out=piece))
-        except LinkLost as error:
-            return _Over(lost(error))
+        calls = []
+        for window, piece in zip(self.windows, pieces, strict=True):
+            parts = messages(*piece, flat.element_size())
+            told = {"model": self.model, "number": number}
+            calls.append(window.add(({**told, "part": i}, flat[a:b]) for i, (a, b) in enumerate(parts)))
         end = pieces[-1][1]
         self.traffic.sent_bytes += end * flat.element_size()
         self.traffic.plain_bytes += end * flat.element_size()
@@ -92,16 +102,11 @@ def cut(numel: int, itemsize: int, share: Fraction, num_servers: int) -> list[tu
 
 
 def messages(
-    pieces: Sequence[tuple[int, int]], itemsize: int, message_bytes: int = MESSAGE_BYTES
-) -> list[tuple[int, int, int, int]]:
-    """(server, number of the part, begin, end) of each message, in turn to all servers: every link is loaded from the start."""
+    begin: int, end: int, itemsize: int, message_bytes: int = MESSAGE_BYTES
+) -> list[tuple[int, int]]:
+    """[begin, end) of each message of a piece."""
     step = message_bytes // itemsize
-    found = [
-        (part, server, at, min(at + step, end))
-        for server, (begin, end) in enumerate(pieces)
-        for part, at in enumerate(range(begin, end, step))
-    ]
-    return [(server, part, begin, end) for part, server, begin, end in sorted(found)]
+    return [(at, min(at + step, end)) for at in range(begin, end, step)]
 
 
 @dataclass
@@ -109,7 +114,7 @@ class Sum:
     """A bucket under way, to the servers and among the workers."""
 
     servers: Servers
-    calls: list[Pending]
+    calls: list[Batch]
     rest: list[Work]
     num_bytes: int
     outcome: Outcome | None = None
@@ -119,12 +124,4 @@ class Sum:
             found = [work.wait(deadline) for work in self.rest]
             found.append(self.servers.outcome(self.calls, "sums of gradients", self.num_bytes))
             self.outcome = merge(found)
-        return self.outcome
-
-
-@dataclass
-class _Over:
-    outcome: Outcome
-
-    def wait(self, deadline: Deadline) -> Outcome:
         return self.outcome

@@ -96,7 +96,7 @@ class Inbox:
                 self._fill(len(where) - have)
                 where[have:] = self.take(len(where) - have)
                 return
-            have += self._read(where[have:], mid_frame=True, fds=False)
+            have += self._read(where[have:], mid_frame=True, fds=False, flags=socket.MSG_WAITALL)
 
     def skip(self, num_bytes: int) -> None:
         while num_bytes:
@@ -134,13 +134,14 @@ class Inbox:
                 raise ConnectionError("it was closed in the middle of a frame") from None
         return True
 
-    def _read(self, where: memoryview, *, mid_frame: bool, fds: bool) -> int:
+    def _read(self, where: memoryview, *, mid_frame: bool, fds: bool, flags: int = 0) -> int:
         if self._idle is not None:
             self._idle()
         since = time.monotonic()
         while True:
             try:
-                count = self._receive(where) if fds else self._wire.recv_into(where)
+                # one call for as much as belongs here: not one, and one change of threads, for each packet
+                count = self._receive(where) if fds else self._wire.recv_into(where, 0, flags)
             except BlockingIOError:
                 if mid_frame and time.monotonic() - since > self._limits.stall_s:
                     raise Stalled(

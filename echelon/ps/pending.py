@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,12 @@ class Reply:
 
     head: dict[str, Any]
     tensors: list[Tensor]
+
+
+class Answered(Protocol):
+    """What can be waited for: a Pending, or several as one."""
+
+    def wait(self, deadline: Deadline) -> Reply: ...
 
 
 class Pending:

@@ -20,7 +20,7 @@ from echelon.ps.frame import TRAINING
 from echelon.ps.keys import Holder, Placement, place
 from echelon.ps.keys import Tensor as Spec
 from echelon.ps.link import Link
-from echelon.ps.pending import Pending, Reply
+from echelon.ps.pending import Answered, Pending, Reply
 from echelon.ps.recipes import Recipe
 
 CONNECT_S = 60.0
@@ -95,7 +95,7 @@ class Servers:
             activity.begun[activity.SERVERS] = self._begun
             return self.numbers[model]
 
-    def wait(self, pendings: Sequence[Pending], what: str, num_bytes: int = 0) -> list[Reply]:
+    def wait(self, pendings: Sequence[Answered], what: str, num_bytes: int = 0) -> list[Reply]:
         """Every answer. Raises what a server raised, LinkLost, PeerLost."""
         deadline = Deadline.after(WAIT_S)
         replies = []
@@ -104,7 +104,7 @@ class Servers:
                 replies.append(pending.wait(deadline))
         return replies
 
-    def outcome(self, pendings: Sequence[Pending], what: str, num_bytes: int = 0) -> Outcome:
+    def outcome(self, pendings: Sequence[Answered], what: str, num_bytes: int = 0) -> Outcome:
         """Met once all are answered; Lost when a server or a worker is gone."""
         try:
             self.wait(pendings, what, num_bytes)

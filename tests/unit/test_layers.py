@@ -78,6 +78,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.optimizers",
     "echelon.ps.memory",
     "echelon.ps.pending",
+    "echelon.ps.window",
     "echelon.ps.link",
     "echelon.ps.service",
     "echelon.ps.attend",
