@@ -259,6 +259,16 @@ def require_whole(strategy: Strategy) -> None:
         "Call run.checkpoint() between two epochs; a run that is stopped saves anyway.",
     )
     _need(
+        strategy.staleness >= 0,
+        f"staleness={strategy.staleness} is below 0",
+        "0 is sync; 4 lets a worker compute on parameters that are four updates old.",
+    )
+    _need(
+        strategy.servers_share == -1 or 0 <= strategy.servers_share <= 1,
+        f"servers_share={strategy.servers_share:g} is no share",
+        "It is between 0 (workers sum everything) and 1 (servers do), or -1 for what the hosts' links carry best.",
+    )
+    _need(
         strategy.staleness == 0 or strategy.update == "bounded",
         f"staleness={strategy.staleness} goes with update=bounded, not with {strategy.update}",
         f"Write update=bounded,staleness={strategy.staleness}.",
@@ -269,9 +279,9 @@ def require_whole(strategy: Strategy) -> None:
         "Start it with --servers 1 --strategy ps,apply=server, or leave it out.",
     )
     _need(
-        strategy.apply == "worker" or strategy.compress == "none",
-        f"compress={strategy.compress} with apply=server: servers take gradients as they are",
-        "Use apply=worker, where the workers code what they send, or leave compress out.",
+        (strategy.apply == "worker" and strategy.update == "sync") or strategy.compress == "none",
+        f"compress={strategy.compress} with apply=server, bounded or async: servers take gradients as they are",
+        "Use update=sync with apply=worker, where the workers code what they send, or leave compress out.",
     )
 
 

@@ -75,8 +75,9 @@ class StaleSync(PushSync):
 
     def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
         raise UsageError(
-            "with update=bounded nobody knows the norm of a gradient before its update: other workers may be steps behind",
-            remedy="Use clip_norm=… of the strategy, which the server applies, or update=sync.",
+            f"with update={'async' if self.alone else 'bounded'} nobody knows the norm of a gradient before its update, nor whether it "
+            "is finite: other workers may be steps behind",
+            remedy="Use clip_norm=… of the strategy, which the server applies; scalers and run.clip_grad_norm go with update=sync.",
         )
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class StaleSync(PushSync):
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         if self.optimizer not in (None, optimizer):
             raise UsageError(
-                "with update=bounded a model has one optimizer: updates are counted by it",
+                "with update=bounded and async a model has one optimizer: updates are counted by it",
                 remedy="Put the parameter groups into one optimizer, or use update=sync.",
             )
         self.optimizer = optimizer

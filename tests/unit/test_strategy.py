@@ -53,6 +53,12 @@ def test_precedence():
         ("compress=topk:many", "not a number"),
         ("compress=powersgd:1.5", "a whole number from 1 to 128"),
         ("compress=int8:4", "takes no number"),
+        ("update=async", "goes with ps, not with allreduce"),
+        ("ps,staleness=2", "goes with update=bounded, not with sync"),
+        ("ps,update=bounded,staleness=-1", "below 0"),
+        ("ps,update=async,checkpoint_every=5", "every worker counts its own"),
+        ("ps,update=async,compress=fp16", "take gradients as they are"),
+        ("ps,servers_share=2", "is no share"),
     ],
 )
 def test_mistakes_teach(text, said):
@@ -63,13 +69,12 @@ def test_mistakes_teach(text, said):
 @pytest.mark.parametrize(
     "text",
     [
-        "ps,update=async",
+        "ps,update=local",
         "ps,replicas=1",
         "ps,backup=1",
         "sharded",
         "tensor=2",
         "pipeline=2",
-        "update=async",
         "slices=8",
     ],
 )
