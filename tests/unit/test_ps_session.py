@@ -560,7 +560,7 @@ def test_what_a_worker_waits_for_can_be_seen(site):
     until = soon()
     while not made.training[0].together.missing:
         assert not until.passed
-    assert made.training[0].together.missing == {("sum", 1, 5): [0, 2]}
+    assert made.training[0].together.missing == {("sum", 1, 5, 0): [0, 2]}
     made.links[0][0].close()
     with pytest.raises(PeerLost):
         call.wait(soon())
