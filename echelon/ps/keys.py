@@ -178,8 +178,9 @@ def _place_whole(tensors: Sequence[Tensor], weights: Sequence[int]) -> list[Cut]
 
 
 def _place_cut(tensors: Sequence[Tensor], weights: Sequence[int], piece_bytes: int) -> list[Cut]:
-    """Each tensor to those furthest behind their share of all that is placed so far, itself included."""
-    whole_weight, seen = sum(weights), 0
+    """Each tensor to those furthest behind their share of all that is placed so far, itself included. Small ones go on where the
+    last went until that one is a quarter of a piece ahead: neighbours at one holder travel, and are summed, as one."""
+    whole_weight, seen, last = sum(weights), 0, -1
     held = [0] * len(weights)
     cuts: list[Cut] = []
     for at, tensor in enumerate(tensors):
@@ -187,7 +188,11 @@ def _place_cut(tensors: Sequence[Tensor], weights: Sequence[int], piece_bytes: i
         behind = [weight * seen - whole_weight * have for weight, have in zip(weights, held, strict=True)]
         owed = sorted((who for who, b in enumerate(behind) if b > 0), key=lambda who: (-behind[who], who))
         takers = sorted(owed[: max(1, tensor.nbytes // piece_bytes)])
-        for begin, end, who in _cut(tensor, takers, [behind[who] for who in takers]):
+        ahead = whole_weight * tensor.nbytes - behind[last] if last >= 0 else 0
+        if last >= 0 and tensor.nbytes < piece_bytes and 4 * ahead <= whole_weight * piece_bytes:
+            takers = [last]
+        last = takers[-1] if takers else last
+        for begin, end, who in _cut(tensor, takers, [max(1, behind[who]) for who in takers]):
             cuts.append((at, begin, end, who))
             held[who] += (end - begin) * tensor.itemsize
     return cuts
