@@ -315,9 +315,9 @@ class PushSync(AllReduceSync):
             return lost(error)
         finally:
             self.wait_s += time.perf_counter() - began
-        index = {s.name: s.index for s in self.slots}
+        numbers = {s.name: s.index for s in self.slots}
         for _, factor, names in stepping:
-            self.stepped.update((index[name], factor) for name in names if factor != 1.0)
+            self.stepped.update((numbers[name], factor) for name in names if factor != 1.0)
         for _, params in groups:
             self.there.difference_update(s.index for s in self._mine(params))
         for index in [i for i, pushes in self.pushed.items() if all(p.done for _, _, p in pushes)]:
