@@ -72,6 +72,10 @@ class PushSync(AllReduceSync):
         """Slots that hold a gradient since their last step."""
         self.changed: set[int] = set()
         """Buckets whose content differs from what was pushed."""
+        self.there: set[int] = set()
+        """Slots whose gradient, as it is here, is on the servers and has not been used."""
+        self.stepped: dict[int, float] = {}
+        """Slot -> the factor that its gradient was stepped with: it stays, so multiplied, until somebody zeroes it."""
         self.versions: dict[int, int] = {}
         self.factors: dict[int, float] = {}
         """Slot -> what clipping multiplies its gradient with in the next step."""
@@ -134,6 +138,7 @@ class PushSync(AllReduceSync):
         first, slot.fired = not slot.fired, True
         if share.counts or slot.pending is not None or slot.sealed is not None:
             self._reclaim(bucket)
+            self._stay(slot)
             weight = share.weight * share.closing
             if slot.index not in self.filled:
                 view.zero_() if not share.counts else view.copy_(grad).mul_(weight)
@@ -148,6 +153,7 @@ class PushSync(AllReduceSync):
 
     def _reclaim(self, bucket: Bucket) -> None:
         """The bucket's memory is ours again, if it was pushed, and differs from what the servers have."""
+        self.there.difference_update(s.index for s in bucket.slots)
         pushes = self.pushed.pop(bucket.index, None)
         if pushes:
             self._safely(lambda: self.held.take_back(pushes))
@@ -176,10 +182,26 @@ class PushSync(AllReduceSync):
             if slot.index not in self.filled and slot.view is not None:
                 slot.view.zero_()
         self._reclaim(bucket)
+        for slot in bucket.slots:
+            self._stay(slot)
         self.changed.discard(bucket.index)
+        self.there.update(s.index for s in bucket.slots)
         flat = bucket.flat if bucket.flat.device.type == "cpu" else bucket.flat.cpu()
         pushes = self._safely(lambda: self.held.push(flat, self.runs[bucket.index]))
         self.pushed[bucket.index] = pushes or []
+
+    def _stay(self, slot: Slot) -> None:
+        """As in torch, a gradient outlives its step: as it was stepped with."""
+        factor = self.stepped.pop(slot.index, 1.0)
+        if factor != 1.0 and slot.index in self.filled and slot.view is not None:
+            slot.view.mul_(factor)
+
+    def _bring(self, slots: Iterable[Slot]) -> None:
+        """What was used by a step and is stepped on again goes to the servers again."""
+        for bucket in {
+            s.bucket.index: s.bucket for s in slots if s.bucket and s.index not in self.there
+        }.values():
+            self._push(bucket)
 
     def _safely(self, act: Any) -> Any:
         """A server or a worker that is gone is a value until the step."""
@@ -239,6 +261,7 @@ class PushSync(AllReduceSync):
         for slot in self._mine(params):
             slot.pending = None
             self.factors.pop(slot.index, None)
+            self.stepped.pop(slot.index, None)
             if isinstance(slot.param.grad, OnServers):
                 slot.param.grad = None
             if slot.index in self.filled:
@@ -251,6 +274,7 @@ class PushSync(AllReduceSync):
             self._reclaim(bucket)
         self.filled.clear()
         self.factors.clear()
+        self.stepped.clear()
         self.failed = None
         super().forget()
 
@@ -259,6 +283,7 @@ class PushSync(AllReduceSync):
     def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
         """The sum of squares of the global gradient of these, and whether it is finite. Every worker calls it."""
         mine = [s for s in self._mine(params) if s.param.grad is not None]
+        self._bring(mine)
         found, finite = self.held.squares([s.name for s in mine]) if mine else ([], True)
         scaled = [x * self.factors.get(s.index, 1.0) ** 2 for x, s in zip(found, mine, strict=True)]
         return math.fsum(scaled), finite
@@ -271,6 +296,7 @@ class PushSync(AllReduceSync):
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         """The optimizer's step on the servers; these parameters have their new values when it returns Met."""
         self._upload_changes()
+        self._bring(s for _, params in groups for s in self._mine(params) if s.param.grad is not None)
         stepping: list[tuple[Recipe, float, list[str]]] = []
         unused: list[str] = []
         for recipe, params in groups:
@@ -290,9 +316,11 @@ class PushSync(AllReduceSync):
             return lost(error)
         finally:
             self.wait_s += time.perf_counter() - began
+        numbers = {s.name: s.index for s in self.slots}
+        for _, factor, names in stepping:
+            self.stepped.update((numbers[name], factor) for name in names if factor != 1.0)
         for _, params in groups:
-            for slot in self._mine(params):
-                self.filled.discard(slot.index)
+            self.there.difference_update(s.index for s in self._mine(params))
         for index in [i for i, pushes in self.pushed.items() if all(p.done for _, _, p in pushes)]:
             del self.pushed[index]
         self.changed |= (

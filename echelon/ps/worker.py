@@ -357,10 +357,15 @@ class Held:
     def load(
         self, optimizer: int, groups: Sequence[tuple[Recipe, Sequence[str]]], state: dict[str, dict[str, Any]]
     ) -> None:
-        """Worker 0's values and this state are the servers' from now on."""
+        """Worker 0's values and this state are the servers' from now on. Every worker calls it, and returns when they are."""
+        if self.rank == 0:
+            self._load(optimizer, groups, state)
+        self.squares([])  # nobody asks for the state before it is there
+
+    def _load(
+        self, optimizer: int, groups: Sequence[tuple[Recipe, Sequence[str]]], state: dict[str, dict[str, Any]]
+    ) -> None:
         self.upload()
-        if self.rank != 0:
-            return
         calls = []
         for index, link in enumerate(self.servers.links):
             told, tensors = [], []

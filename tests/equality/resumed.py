@@ -35,6 +35,8 @@ OWN = {
 """What a script counts itself, and so begins anew."""
 
 LEFT_OUT = {
+    "values_written_through_data": "acts by enumerate()",
+    "gradients_that_nobody_zeroes": "gradients that nobody zeroes live on between steps",
     "an_iterator_that_stays_open": "next() of a loop that is over",
     "an_explicit_generator_and_an_early_break": "leaves the loop by enumerate()",
     "next_without_an_end": "counts its steps with range()",

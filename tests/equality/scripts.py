@@ -614,6 +614,22 @@ def values_written_through_data(run):
 
 
 @feature
+def gradients_that_nobody_zeroes(run):
+    """They outlive their step, clipped as they were; a second step uses them again."""
+    model, opt, loader = ready(run, straight())
+    for i, (x, y) in enumerate(loader):
+        F.cross_entropy(model(x), y).backward()
+        if i % 2:
+            run.clip_grad_norm(model, 0.05)
+        opt.step()
+        if i == 1:
+            opt.step()
+        if i == 2:
+            opt.zero_grad()
+    return weights(model)
+
+
+@feature
 def gradients_by_autograd_grad(run):
     model, opt, loader = ready(run)
     params = list(model.parameters())
