@@ -122,7 +122,6 @@ class StaleSync(PushSync):
             clip_norm=self.clip_norm,
         )  # fmt: skip
         self.flying.append((number, calls))
-        self.filled -= stepping
         return number
 
     def servers_number(self) -> int:
