@@ -172,6 +172,8 @@ def site(walked: list[Frame]) -> str:
 
 
 def _spoken(what: str, group: str, label: str) -> str:
+    if group.startswith("torch-"):  # a group of torch.distributed, which stands on ours
+        return f"torch.distributed.{what}"
     if label and label != DATA:
         return f"{what} in {label}" if not label.startswith(PHASE) else what
     return f"{what} of {group}" if group and not group.startswith(SERVERS) else what

@@ -116,16 +116,13 @@ class StaleSync(PushSync):
                 flat = bucket.flat if bucket.flat.device.type == "cpu" else bucket.flat.cpu()
                 parts.append((flat, self.runs[bucket.index]))
         used = [s.name for s in self.slots if s.index in self.filled and s.index in stepping]
-        room = self.rooms[(self.servers_number() + 1) % len(self.rooms)]
+        room = self.rooms[(self.held.steps + 1) % len(self.rooms)]
         number, calls = self.held.step(
             optimizer, named, parts, used, room, version=self.version, stop=self.stop_wanted(), alone=self.alone,
             clip_norm=self.clip_norm,
         )  # fmt: skip
         self.flying.append((number, calls))
         return number
-
-    def servers_number(self) -> int:
-        return self.held.servers.numbers.get(self.model, 0)
 
     def _catch_up(self, behind: int) -> None:
         """Waits until at most `behind` updates are under way, and takes the newest values that are here."""
