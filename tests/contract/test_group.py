@@ -57,7 +57,14 @@ def test_threads(check, size):
 @pytest.mark.case("Group over torch.distributed with our store")
 @pytest.mark.case("Group over shared memory")
 @pytest.mark.parametrize(
-    ("backend", "workers"), [("gloo", 1), ("gloo", 3), ("native", 1), ("native", 2), ("native", 5)]
+    ("backend", "workers"),
+    [
+        ("gloo", 1),
+        ("gloo", 3),
+        ("native", 1),
+        ("native", 3),
+        pytest.param("native", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_real_processes(launch, tmp_path, backend, workers):
     result = launch(WORKER, str(tmp_path), backend, workers=workers)

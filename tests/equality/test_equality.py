@@ -16,7 +16,7 @@ from tests.equality import features, scripts, zoo  # noqa: F401  scripts adds to
 
 HERE = Path(__file__).parent
 BOUND = 1e-10
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, pytest.param(3, marks=pytest.mark.slow), 4)
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def test_a_lost_step_changes_no_bit(launched, workers, name):
         assert len(set(seen)) == len(seen) == samples
 
 
-FEATURE_WORLDS = (1, 2, 3)
+FEATURE_WORLDS = (1, pytest.param(2, marks=pytest.mark.slow), 3)
 
 
 @pytest.mark.parametrize("workers", FEATURE_WORLDS)

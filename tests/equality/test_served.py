@@ -15,7 +15,7 @@ from tests.equality.test_equality import BOUND, difference, plain, plain_feature
 from tests.equality.test_resume import answer, assert_every_sample_once, difference_of_bits
 
 HERE = Path(__file__).parent
-SIZES = [(2, 1), (3, 2), *(pytest.param(w, s, marks=pytest.mark.slow) for w, s in ((1, 1), (2, 2), (4, 3)))]
+SIZES = [(3, 2), *(pytest.param(w, s, marks=pytest.mark.slow) for w, s in ((1, 1), (2, 1), (2, 2), (4, 3)))]
 """Workers and servers."""
 
 NOT_HERE = (
@@ -184,7 +184,7 @@ def saved(tmp_path_factory, launch):
 @pytest.mark.timeout(600)
 @pytest.mark.case("ps: a checkpoint loads without servers, and the reverse")
 @pytest.mark.parametrize(
-    "places", [[(3, 2), (2, 0)], [(2, 0), (3, 2)], pytest.param([(2, 3), (1, 1), (3, 0), (4, 2)], marks=pytest.mark.slow)], ids=str
+    "places", [[(3, 2), (2, 0)], *(pytest.param(p, marks=pytest.mark.slow) for p in ([(2, 0), (3, 2)], [(2, 3), (1, 1), (3, 0), (4, 2)]))], ids=str
 )  # fmt: skip
 def test_a_run_goes_on_with_other_servers_or_none(saved, places):
     source, lives = None, []

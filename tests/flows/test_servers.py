@@ -47,7 +47,7 @@ RESET = """
     from echelon.control import member
     me = member.current()
     print("up", flush=True)
-    while me.servers()[1]["state"] == "joined":
+    while me.servers().get(1, {"state": "joined"})["state"] == "joined":  # it may still be joining
         time.sleep(0.02)
     raise ConnectionResetError(104, "Connection reset by peer")
 """
@@ -214,7 +214,7 @@ def test_a_server_killed_in_mid_training_is_named(start_run, tmp_path, way):
 
 
 @pytest.mark.case("a worker killed among servers is named")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["servers apply", pytest.param("servers sum", marks=pytest.mark.slow)])
 def test_a_worker_killed_in_mid_training_is_named_and_the_others_are_consequences(start_run, tmp_path, way):
     before = segments()
     running = start_run(LONG, workers=3, options=(*PS, *WAYS[way]))
