@@ -34,6 +34,17 @@ SERVERS = "servers"
 """The group of a wait for parameter servers, for all of them; `servers 0,2` is for these. A number means that servers answer
 once every worker has begun it (record it in `begun`, as for any group); ANYBODY that they answer whoever comes."""
 
+FRESH_S = 1.5
+
+
+@dataclass
+class _Look:
+    frames: list[Frame] = field(default_factory=list)
+    at: float = 0.0
+    progress: int = -1
+
+
+_last = _Look()
 _progress = [0]
 _waits: dict[int, tuple[str, int, str, int, float]] = {}
 _labels: dict[int, str] = {}
@@ -128,7 +139,7 @@ def named(label: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def now() -> Now:
     """Where the main thread stands. Callable from any thread; one thread only (it remembers what it saw last)."""
     main = threading.main_thread().ident or 0
-    walked = dumps.main_frames()
+    walked = _frames()
     files = [file for file, _, _ in walked]
     wait = _waits.get(main)
     thread = main
@@ -145,6 +156,16 @@ def now() -> Now:
     else:
         found = _torch_wait(walked)
     return Now(_progress[0], doing, site(walked), found, dict(begun), walked)
+
+
+def _frames() -> list[Frame]:
+    """The main thread's frames: as they are when nothing has moved since the last look, else FRESH_S old at most. A look costs
+    about a millisecond, and where things move nobody asks where they stand."""
+    moved, at = _progress[0], time.monotonic()
+    if not _last.frames or moved == _last.progress or at - _last.at >= FRESH_S:
+        _last.frames, _last.at = dumps.main_frames(), at
+    _last.progress = moved
+    return _last.frames
 
 
 def label() -> str:

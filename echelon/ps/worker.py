@@ -133,9 +133,7 @@ class Held:
         self.pulled: list[Tensor] = []
         """By server: its ranges as they were pulled last."""
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._pushes = 0
-        self.steps = 0
-        """Calls of step() so far: updates are numbered by them alone."""
+        self._pushes = self.steps = 0
         for index, link in enumerate(servers.links):
             size = self.placement.memory_bytes(Holder("server", index))
             self.pulled.append(link.buffer(max(size, 64)).zero_())
@@ -264,8 +262,7 @@ class Held:
         """A part of an update and its step in one call to each server, which has copies of `parts` when this returns: the number of
         the update, and the calls. `out` is written before they are done."""
         self.servers.number(self.model)
-        self.steps += 1
-        number = self.steps
+        self.steps = number = self.steps + 1  # updates are numbered by steps alone
         keyed = [(recipe.to_plain(), self.keys(names)) for recipe, names in groups]
         mine = self.keys(used)
         calls = []
