@@ -199,3 +199,19 @@ def test_a_run_goes_on_with_other_servers_or_none(saved, places):
         for said in lives[-1]:
             assert difference(said[kind]["weights"], answer(kind)) <= BOUND
         assert_every_sample_once(kind, *lives)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.case("ps,update=bounded: no staleness is sync, bit for bit")
+@pytest.mark.parametrize(("workers", "servers"), SIZES)
+def test_bounded_without_staleness_is_sync_bit_for_bit(served, workers, servers):
+    """Cells that clip are refused where several servers would each know a part of the norm."""
+    for results in served(workers, servers):
+        cells = [
+            case
+            for (form, case), found in results.items()
+            if form == "bounded" and not isinstance(found, str)
+        ]
+        assert len(cells) >= 12
+        for case in cells:
+            assert difference_of_bits(results["bounded", case], results["applied", case]) == [], case
