@@ -5,7 +5,7 @@
 namespace echelon {
 
 Hier::Hier(std::unique_ptr<Tcp> tcp_, std::unique_ptr<Shm> shm_, std::vector<std::vector<int>> hosts_)
-    : tcp(std::move(tcp_)), shm(std::move(shm_)), hosts(std::move(hosts_)) {
+    : hosts(std::move(hosts_)), tcp(std::move(tcp_)), shm(std::move(shm_)) {
     int next = 0, most = 0;
     bool in_order = true;
     columns = tcp->size;

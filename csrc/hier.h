@@ -17,9 +17,9 @@ class Hier final : public Transport {
     // hosts: the ranks of each, in order. `shm` holds those of this host, in the same order.
     Hier(std::unique_ptr<Tcp> tcp, std::unique_ptr<Shm> shm, std::vector<std::vector<int>> hosts);
 
+    const std::vector<std::vector<int>> hosts;  // before the two: shared memory knocks until its very end
     const std::unique_ptr<Tcp> tcp;
     const std::unique_ptr<Shm> shm;
-    const std::vector<std::vector<int>> hosts;
     int host = 0, local = 0;        // where I am
     int columns = 0;
     bool even = false;              // every host has the same number of ranks, numbered host by host

@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,14 +50,24 @@ def lost(outcome) -> None:
     (folder / f"lost-{rank}").write_text(f"{outcome.peers} {time.monotonic()} {outcome.reason}")
 
 
-def die() -> None:
-    """The last rank dies in the middle of an operation."""
+def end_me() -> None:
+    (folder / "died").write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(how: str) -> None:
+    """The last rank dies: while it moves an operation on, or asleep in one that the others never call."""
     g = group()
     met(g.barrier())
+    if how == "asleep" and rank == size - 1:
+        threading.Timer(0.5, end_me).start()
+        g.all_reduce(torch.ones(8 << 20)).wait(Deadline.after(30))
+    if how == "asleep":
+        while not (folder / "died").exists():
+            time.sleep(0.01)
     work = g.all_reduce(torch.ones(8 << 20))
     if rank == size - 1:
-        (folder / "died").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
+        end_me()
     lost(work.wait(Deadline.after(30)))
     assert isinstance(g.barrier().wait(Deadline.after(1)), Lost), "a lost group stays lost"
 

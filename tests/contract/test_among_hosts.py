@@ -86,9 +86,9 @@ def test_random_operations_give_what_the_reference_gives(tmp_path, hosts, num):
 
 
 @pytest.mark.case("a rank dies among hosts")
-@pytest.mark.parametrize("hosts", ["abcd", "aabb"])
-def test_a_rank_that_dies_is_lost_for_everybody_at_once(tmp_path, hosts):
-    codes, said = finish(tmp_path, start(tmp_path, hosts, "die"))
+@pytest.mark.parametrize(("hosts", "how"), [("abcd", "busy"), ("aabb", "busy"), ("aabb", "asleep")])
+def test_a_rank_that_dies_is_lost_for_everybody_at_once(tmp_path, hosts, how):
+    codes, said = finish(tmp_path, start(tmp_path, hosts, "die", how))
     assert codes == [0, 0, 0, -signal.SIGKILL], said
     died = float((tmp_path / "died").read_text())
     for peers, when, reason in lost(tmp_path, range(3)):
