@@ -77,27 +77,24 @@ class Run:
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
         self._num_phases = 0
-        own = (
-            Exchange(AloneGroup(self.device), self._side_lost)
-            if strategy.update == "async"
-            else self.exchange
-        )
+        own = Exchange(AloneGroup(self.device), self._side_lost) if strategy.alone else self.exchange
         self.normaliser = Normaliser(self.machine, own)
         self.machine.on_lost += [self.normaliser.forget, self.log_book.forget]
-        self.first_step = FirstStep(self.machine, self.exchange, self._warn)
+        self.first_step = FirstStep(self.machine, own, self._warn)
         self.first_step.draws = lambda: facts.tell_draws(self)
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
         self.machine.global_loss = self.values.global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
-        if strategy.update == "async":
+        if strategy.alone:
             self.machine.all_here = self._all_here
+        self.machine.loop_over = self._loop_over
         if strategy.strict:
             self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
         self.machine.after_apply.append(self._after_apply)
         backward.watch_checkpoints()
         if member is not None:
             member.report = self.beat
-            member.at_end = self.keeping.check_arrived
+            member.at_end = self._at_end
         self.keeping.begin()
 
     # -- where am I ----------------------------------------------------------------------------------------------
@@ -334,11 +331,28 @@ class Run:
                 average.update()
 
     def _all_here(self) -> None:
-        """Under async every worker counts its own steps: the largest count is the run's once all are at one place."""
+        """Under async and local every worker counts its own steps: the largest count is the run's once all are at one place."""
+        if self.prepared.rounds is not None:
+            self.prepared.rounds.gather()
         told = torch.tensor([float(self.global_step), float(self.keeping.stopping)])
         self._side_lost(self.world.side.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
         self.machine.counters.global_step = int(told[0])
         self.machine.gathered, self.machine.leaving = True, bool(told[1])
+
+    def _loop_over(self, whole: bool) -> None:
+        """Under local all copies are the same after a loop; who left it in its middle is waited for at the next such place."""
+        self.machine.drain()
+        rounds = self.prepared.rounds
+        if rounds is not None and (self.trail.following or not whole):
+            rounds.pass_by()
+        elif rounds is not None:
+            rounds.gather()
+
+    def _at_end(self) -> None:
+        """The script came to its end."""
+        self.keeping.check_arrived()
+        if self.prepared.rounds is not None:
+            self.prepared.rounds.gather()
 
     def _first_batch(self, part: Part) -> None:
         """Until here all ranks drew alike (weights, splits of the data); from now on each draws its own dropout."""

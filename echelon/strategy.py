@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from echelon import coding
+from echelon import coding, copying
 from echelon.errors import StrategyError
 
 FORMS = ("allreduce", "ps", "sharded", "auto")
@@ -101,6 +101,15 @@ class Strategy:
     local_steps: int = 1
     """With update=local: steps between two meetings."""
 
+    outer: Literal["mean", "geo", "diloco"] = "mean"
+    """With update=local: what a meeting makes of the copies: their mean, each one's way added, or an outer optimizer's step."""
+
+    outer_lr: float = 0.7
+    """With outer=diloco: learning rate of the outer optimizer, SGD with Nesterov momentum."""
+
+    outer_momentum: float = 0.9
+    """With outer=diloco: momentum of the outer optimizer; 0 with outer_lr=1 is the mean."""
+
     apply: Literal["worker", "server"] = "worker"
     """Who runs the optimizer under ps."""
 
@@ -159,6 +168,11 @@ class Strategy:
         _need(self.stuck_s >= 0, f"stuck_s={self.stuck_s} must not be negative")
         coding.read(self.compress)
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
+
+    @property
+    def alone(self) -> bool:
+        """Every worker takes whole batches of the script's loader by itself, and counts its own steps."""
+        return self.update in ("async", "local")
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their default: what a person set."""
@@ -254,8 +268,8 @@ def require_whole(strategy: Strategy) -> None:
         f"Start it with --servers 1 --strategy ps,update={strategy.update}, or leave it out.",
     )
     _need(
-        strategy.update != "async" or strategy.checkpoint_every == 0,
-        f"checkpoint_every={strategy.checkpoint_every} counts steps, and under update=async every worker counts its own",
+        not strategy.alone or strategy.checkpoint_every == 0,
+        f"checkpoint_every={strategy.checkpoint_every} counts steps, and under update={strategy.update} every worker counts its own",
         "Call run.checkpoint() between two epochs; a run that is stopped saves anyway.",
     )
     _need(
@@ -280,9 +294,11 @@ def require_whole(strategy: Strategy) -> None:
     )
     _need(
         (strategy.apply == "worker" and strategy.update == "sync") or strategy.compress == "none",
-        f"compress={strategy.compress} with apply=server, bounded or async: servers take gradients as they are",
+        f"compress={strategy.compress} with apply=server, bounded, async or local: servers take gradients as they are",
         "Use update=sync with apply=worker, where the workers code what they send, or leave compress out.",
     )
+    for problem in copying.problems(strategy):
+        _need(False, *problem)
 
 
 def require_servers(strategy: Strategy, num_servers: int) -> None:
@@ -307,16 +323,15 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "backup", "local_steps", "replicas", "level", "schedule",
+        "data", "backup", "replicas", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
-    missing += [f"`update={strategy.update}`"] if strategy.update == "local" else []
     missing += ["backend=threads"] if strategy.backend == "threads" else []
     if missing:
         raise StrategyError(
             f"this version of Echelon does not have {' nor '.join(missing)} yet",
-            remedy="What works today: allreduce, and ps with update=sync (README, table of strategies).",
+            remedy="What works today: allreduce, and ps with update=sync, bounded, async and local (README, table of strategies).",
         )
 
 

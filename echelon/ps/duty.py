@@ -21,6 +21,7 @@ from echelon.events import Serving
 
 if TYPE_CHECKING:
     from echelon.ps.host import Host
+    from echelon.ps.local import Local
     from echelon.ps.session import Training
 
 POLL_S = 5.0
@@ -38,16 +39,23 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
+    from echelon.ps import local
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
     from echelon.ps.session import NAME, Training
 
-    training = Training(place.world_size)
-    host = Host({NAME: training}, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
+    training, copies = Training(place.world_size), local.Local(place.world_size)
+    host = Host(
+        {NAME: training, local.NAME: copies},
+        member.token,
+        place.run,
+        place.address or "127.0.0.1",
+        limits=TRAINING,
+    )
     host.start()
     try:
         key, value = address_key(place.rank), host.address.encode()
-        member.report = partial(_sign, training, host)
+        member.report = partial(_sign, training, copies, host)
         member.call("store.set", Deadline.after(CALL_S), key=key, value=value)
         wait_until_over(member)
     finally:
@@ -55,10 +63,10 @@ def serve(member: Member, place: Place) -> int:
     return 0
 
 
-def _sign(training: Training, host: Host) -> Serving:
+def _sign(training: Training, copies: Local, host: Host) -> Serving:
     counters = host.counters
     return Serving(
-        doing="serving", updates=training.updates, sums=training.sums, bytes_in=counters.bytes_in,
+        doing="serving", updates=training.updates + copies.updates, sums=training.sums, bytes_in=counters.bytes_in,
         bytes_out=counters.bytes_out, stale=training.stale(),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echelon"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "clock", "env", "coding", "strategy", "events", "faults", "dumps", "activity"),
+    ("errors", "clock", "env", "coding", "copying", "strategy", "events", "faults", "dumps", "activity"),
     ("mesh", "native"),
     ("comm", "control"),
     ("data", "elastic", "checkpoint", "ps"),
@@ -90,6 +90,9 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.session",
     "echelon.ps.worker",
     "echelon.ps.steps",
+    "echelon.ps.outer",
+    "echelon.ps.local",
+    "echelon.ps.copies",
 )
 """Needs torch, while the rest of its package does not."""
 
