@@ -117,6 +117,7 @@ def rounds(strategy: Strategy, world: World, machine: Machine) -> Rounds | None:
     around = Around(
         before_change=lambda: machine.before_change(),
         following=lambda: machine.following(),
+        in_loop=lambda: machine.current is not None,
         trained=lambda: {id(p) for optimizer in machine.optimizers for p in optimizer.params()},
     )
     return Rounds(world.servers, world.rank, strategy.local_steps, strategy.outer == "geo", recipe, around)

@@ -22,6 +22,7 @@ from echelon.env import Place
 from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
 from echelon.keeping import Keeping
+from echelon.loop import Yielding
 from echelon.parallel import backward, clip, norm
 from echelon.parallel.average import Average
 from echelon.parallel.exchange import Exchange, ReduceOp
@@ -87,7 +88,8 @@ class Run:
         self.machine.at_first_begin.append(self._first_batch)
         if strategy.alone:
             self.machine.all_here = self._all_here
-        self.machine.loop_over = self._loop_over
+        if self.prepared.rounds is not None:
+            self.machine.loop_over, self.machine.at_bare_step = self._loop_over, self._bare_step
         if strategy.strict:
             self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
         self.machine.after_apply.append(self._after_apply)
@@ -339,14 +341,23 @@ class Run:
         self.machine.counters.global_step = int(told[0])
         self.machine.gathered, self.machine.leaving = True, bool(told[1])
 
-    def _loop_over(self, whole: bool) -> None:
-        """Under local all copies are the same after a loop; who left it in its middle is waited for at the next such place."""
+    def _loop_over(self, loop: Yielding) -> None:
+        """Under local all copies are the same after a loop that is in no other; who left it in its middle is waited for at the next such
+        place: maybe an error did, and it must be heard of now."""
         self.machine.drain()
         rounds = self.prepared.rounds
-        if rounds is not None and (self.trail.following or not whole):
+        assert rounds is not None
+        if any(other is not loop for other in self.machine.open_loops):
+            return
+        if self.trail.following or loop.abandoned:
             rounds.pass_by()
-        elif rounds is not None:
+        else:
             rounds.gather()
+
+    def _bare_step(self, whole: bool) -> None:
+        if whole and self.prepared.rounds is not None:
+            self.prepared.rounds.step_over()
+        self.keeping.bare_step(whole)
 
     def _at_end(self) -> None:
         """The script came to its end."""

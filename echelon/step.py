@@ -45,9 +45,8 @@ class Machine:
         self.at_first_begin: list[Callable[[Part], None]] = []
         self.alone = Share(weight=1.0 if strategy.alone else 1.0 / size)
         self.all_here: Callable[[], None] = lambda: None
-        """Waits for all workers, where they are not at one place by themselves (async, local)."""
-        self.loop_over: Callable[[bool], None] = lambda whole: self.drain()
-        """Called when a loop ends, as a whole or not."""
+        self.loop_over: Callable[[Yielding], None] = lambda loop: self.drain()
+        """Waits for all workers, where they are not at one place by themselves (async, local); called when a loop is over."""
         self.gathered = self.leaving = False
         """That happened, and nothing since; some worker is there because the run is to stop."""
         self.share = self.alone
@@ -128,7 +127,7 @@ class Machine:
 
     def end_loop(self, loop: Yielding) -> None:
         """A loader's loop is over: what is around it (an outer loop, or nothing) is current again."""
-        self.loop_over(not loop.abandoned)
+        self.loop_over(loop)
         self.last_loop = loop.rank_samples
         if loop in self.open_loops:
             self.open_loops.remove(loop)

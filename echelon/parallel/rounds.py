@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Outcome
-from echelon.errors import LinkLost, PeerLost, StrategyError, UsageError
+from echelon.errors import LinkLost, PeerLost, StrategyError
 from echelon.parallel.allreduce import AllReduceSync
+from echelon.parallel.buckets import Slot
 from echelon.parallel.gradsync import Share
 from echelon.ps.copies import Copies
 from echelon.ps.meetings import Place, Verdict
@@ -39,6 +40,8 @@ class Around:
     """Called before parameters change: a checkpoint may still be reading them."""
     following: Callable[[], bool]
     """The script is on its way back to where a run was left: nothing is as it was then yet."""
+    in_loop: Callable[[], bool]
+    """A loader says where steps begin and end."""
     trained: Callable[[], set[int]]
     """Ids of what optimizers step."""
 
@@ -59,6 +62,8 @@ class LocalSync(AllReduceSync):
                 f"`{strange[0][0]}` is {str(strange[0][1]).removeprefix('torch.')}: servers know float32 and float64",
                 remedy="Keep the weights in float32 and compute in other types with autocast, or use update=sync.",
             )
+        self._looked = False
+        """Nothing was frozen or thawed since growing() was asked."""
         super().__init__(params, AloneGroup(device), **sizes)  # type: ignore[arg-type]
         self.rounds = rounds
         self.moments: Callable[[], Mapping[str, Tensor]] = dict
@@ -74,18 +79,33 @@ class LocalSync(AllReduceSync):
         """The outer optimizer's, of a checkpoint."""
         rounds.syncs.append(self)
 
+    def build(self, ordered: list[Slot]) -> None:
+        super().build(ordered)
+        self._looked = False
+
+    def growing(self) -> bool:
+        """The servers do not hold all that is trained: at first, and after layers were thawed."""
+        if self._looked:
+            return False
+        self._looked = True
+        return self.copies is None or any(name not in self.copies.params for name, _ in self._trained())
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        """What requires a gradient or has an optimizer: what is frozen for good need not travel."""
+        stepped = self.rounds.around.trained()
+        slots = [s for s in reversed(self.slots) if s.param.requires_grad or id(s.param) in stepped]
+        return [(s.name, s.param) for s in slots]
+
     def hold(self) -> None:
-        """The servers hold it from now on. Every worker calls it."""
-        if self.copies is None:
-            rounds, trained = self.rounds, self.rounds.around.trained()
-            named = [
-                (s.name, s.param)
-                for s in reversed(self.slots)
-                if s.param.requires_grad or id(s.param) in trained
-            ]
-            number = rounds.servers.new_model()
-            self.copies = Copies(rounds.servers, number, named, self.moments, rounds.rank, rounds.recipe)
-            self.copies.open(self.momentum)
+        """The servers hold it from now on, as worker 0 has it. Every worker calls it."""
+        rounds, before = self.rounds, self.copies
+        if before is not None and rounds.rank == 0:
+            self.momentum = before.momentum()
+        number = rounds.servers.new_model()
+        self.copies = Copies(
+            rounds.servers, number, self._trained(), self.moments, rounds.rank, rounds.recipe
+        )
+        self.copies.open(self.momentum)
 
     # -- what it weighs --------------------------------------------------------------------------------------------
 
@@ -102,6 +122,7 @@ class LocalSync(AllReduceSync):
             self._began = self.activity
 
     def commit(self, step: int) -> Outcome:
+        self.rounds.open()  # a loop without a loader begins nothing
         self._count()
         if step:  # on the way back there are none
             self._fresh += (
@@ -122,13 +143,6 @@ class LocalSync(AllReduceSync):
 
     def weighed(self) -> int:
         """What this copy weighs in a meeting of now; counted from 0 again after that."""
-        known = self.copies.params if self.copies is not None else {}
-        thawed = [s.name for s in self.slots if s.param.requires_grad and s.name not in known]
-        if thawed:
-            raise UsageError(
-                f"`{thawed[0]}` is trained since after the first step, and copies of it do not meet",
-                remedy="Give it to the optimizer, or thaw it, before the first step; or use update=sync.",
-            )
         count = self.samples + self._fresh
         self.samples = self._fresh = 0
         return count
@@ -160,8 +174,14 @@ class Rounds:
         self._last_step = 0
 
     def open(self) -> None:
-        """Before the first step: the values are then what the script, or a checkpoint, made of them."""
-        for sync in self.syncs if not self.around.following() else ():
+        """Before a step on what servers do not hold yet: the values are what the script, or a checkpoint, made of them. Copies that are
+        held already meet first."""
+        if self.ended or self.around.following():
+            return
+        growing = [sync for sync in self.syncs if sync.growing()]
+        if any(sync.copies is not None for sync in growing):
+            self._meet(over=False)
+        for sync in growing:
             sync.hold()
 
     def stepped(self, step: int) -> None:
@@ -171,12 +191,19 @@ class Rounds:
             self.steps += 1
 
     def settled(self, sync: LocalSync) -> None:
-        """The step is final; with the last model's, that of all of them."""
-        if sync is self.syncs[-1] and self.steps >= self.local_steps and not self.ended:
+        """The step is final; with the last model's, that of all of them. In a loop without a loader it ends elsewhere: step_over()."""
+        if sync is self.syncs[-1] and self.around.in_loop():
+            self.step_over()
+
+    def step_over(self) -> None:
+        """Nothing of the last step is under way: the copies may meet."""
+        if self.steps >= self.local_steps and not self.ended:
             try:
                 self._meet(over=False)
             except (LinkLost, PeerLost) as error:
-                sync.outcomes.append(lost(error))  # the next step is lost, and the policy says what follows
+                self.syncs[0].outcomes.append(
+                    lost(error)
+                )  # the next step is lost, and the policy says what follows
 
     def pass_by(self) -> None:
         """A gathering that is not waited at: the script left a loop in its middle, or an error did."""

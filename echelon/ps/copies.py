@@ -113,10 +113,10 @@ class Copies(Held):
         return found
 
     def _laid(self, momentum: Mapping[str, Tensor]) -> list[Tensor]:
-        """By server: momentum() laid out as the values are. Raises KeyError where it is of other parameters."""
+        """By server: momentum() laid out as the values are; what it does not know has none."""
         rooms = [torch.zeros_like(x) for x in self.pulled]
         for r, view in zip(self.placement.ranges, self._views(rooms), strict=True):
-            if r.tensor.name not in self.kinds:
+            if r.tensor.name in momentum:
                 view.copy_(momentum[r.tensor.name].view(-1)[r.begin : r.end])
         return rooms
 

@@ -59,6 +59,17 @@ def test_precedence():
         ("ps,update=async,checkpoint_every=5", "every worker counts its own"),
         ("ps,update=async,compress=fp16", "take gradients as they are"),
         ("ps,servers_share=2", "is no share"),
+        ("ps,local_steps=4", "goes with update=local"),
+        ("ps,update=async,outer=diloco", "goes with update=local"),
+        ("ps,update=local,outer_lr=1", "no outer optimizer"),
+        ("ps,update=local,outer=diloco,outer_momentum=1", "below 1"),
+        ("ps,update=local,outer=sgd", "Choose from mean, geo, diloco"),
+        ("ps,update=local,apply=server", "own copy"),
+        ("ps,update=local,batch=per-worker", "whole batches already"),
+        ("ps,update=local,ema=0.9", "its own copy"),
+        ("ps,update=local,compress=fp16", "take gradients as they are"),
+        ("ps,update=local,checkpoint_every=5", "every worker counts its own"),
+        ("allreduce,update=local", "goes with ps"),
     ],
 )
 def test_mistakes_teach(text, said):
@@ -69,7 +80,6 @@ def test_mistakes_teach(text, said):
 @pytest.mark.parametrize(
     "text",
     [
-        "ps,update=local",
         "ps,replicas=1",
         "ps,backup=1",
         "sharded",
