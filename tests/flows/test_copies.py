@@ -46,7 +46,7 @@ FORMS = ["local_steps=2", "local_steps=2,outer=diloco", "local_steps=2,outer=geo
 
 
 def options(form: str, *more: str) -> tuple[str, ...]:
-    return ("--servers", "2", "--strategy", f"ps,update=local,{form}", "--name", "copies", *more)
+    return ("--servers", "1", "--strategy", f"ps,update=local,{form}", "--name", "copies", *more)
 
 
 def seen(folder: Path) -> int:
@@ -56,7 +56,9 @@ def seen(folder: Path) -> int:
 
 @pytest.mark.timeout(240)
 @pytest.mark.case("ps,update=local: SIGTERM and --resume")
-@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow), FORMS[2]])
+@pytest.mark.parametrize(
+    "form", [FORMS[0], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:])]
+)
 def test_sigterm_stops_workers_wherever_they_are_and_resume_takes_the_rest(start_run, tmp_path, form):
     running = start_run(SCRIPT, "8", "0.02", "", workers=3, options=options(form))
     running.until(lambda: running.shows("epoch 1"), 90)
@@ -109,7 +111,7 @@ def test_an_error_in_a_loop_is_told_while_the_others_wait_for_its_worker(start_r
 
 @pytest.mark.timeout(120)
 @pytest.mark.case("ps,update=local: a killed worker is named")
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]])
+@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[2], marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_run_with_its_name(start_run, form):
     running = start_run(SCRIPT, "400", "0.05", "", workers=3, options=options(form))
     running.until(lambda: running.shows("epoch 0"), 90)
