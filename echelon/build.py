@@ -26,7 +26,7 @@ from echelon.parallel.rounds import Around, LocalSync, Rounds
 from echelon.parallel.stale import FreeSync, StaleSync
 from echelon.parallel.sums import SumWire, servers_share
 from echelon.parallel.wire import PlainWire, Wire
-from echelon.ps.copies import outer_recipe
+from echelon.ps.owned import outer_recipe
 from echelon.ps.worker import Servers
 from echelon.strategy import Strategy, require_built, require_whole
 

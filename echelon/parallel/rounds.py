@@ -25,8 +25,8 @@ from echelon.errors import LinkLost, PeerLost, StrategyError
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import Slot
 from echelon.parallel.gradsync import Share
-from echelon.ps.copies import Copies
 from echelon.ps.meetings import Place, Verdict
+from echelon.ps.owned import Owned
 from echelon.ps.pending import Pending, Reply
 from echelon.ps.recipes import Recipe
 from echelon.ps.worker import Servers, lost
@@ -74,7 +74,7 @@ class LocalSync(AllReduceSync):
         """In this group so far; None if nothing of it had a backward."""
         self._fresh = self._began = 0
         """In the step that was taken last; the activity when its last micro-step began."""
-        self.copies: Copies | None = None
+        self.copies: Owned | None = None
         self.momentum: Mapping[str, Tensor] | None = None
         """The outer optimizer's, of a checkpoint."""
         rounds.syncs.append(self)
@@ -266,7 +266,7 @@ class Rounds:
             copies.taken()
         return _verdict(replies)
 
-    def _copies(self) -> list[tuple[LocalSync, Copies]]:
+    def _copies(self) -> list[tuple[LocalSync, Owned]]:
         return [(sync, sync.copies) for sync in self.syncs if sync.copies is not None]
 
     def _answered(self, calls: Sequence[Sequence[Pending]], what: str) -> list[list[Reply]]:

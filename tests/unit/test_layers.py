@@ -92,7 +92,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.steps",
     "echelon.ps.outer",
     "echelon.ps.local",
-    "echelon.ps.copies",
+    "echelon.ps.owned",
 )
 """Needs torch, while the rest of its package does not."""
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from echelon.errors import UsageError
-from echelon.ps.copies import outer_recipe
 from echelon.ps.meetings import Place, verdict, weights
 from echelon.ps.outer import Outer, runs_of
+from echelon.ps.owned import outer_recipe
 
 STEPPING, WAITING = False, True
 

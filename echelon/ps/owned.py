@@ -17,7 +17,7 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.worker import Held, Servers
 
 
-class Copies(Held):
+class Owned(Held):
     """`params` are trained; `moments` gives what is only averaged, by name, as it is now. Each worker calls the same in the same order,
     but for add()."""
 
