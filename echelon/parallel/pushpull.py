@@ -28,9 +28,10 @@ from echelon.parallel.buckets import Bucket, Slot
 from echelon.parallel.elsewhere import OnServers, not_here
 from echelon.parallel.gradsync import Groups, Share
 from echelon.parallel.wire import PlainWire
+from echelon.ps.held import Held
 from echelon.ps.pending import Pending
 from echelon.ps.recipes import Recipe
-from echelon.ps.worker import Held, Servers, lost
+from echelon.ps.worker import Servers, lost
 
 
 class PushWire(PlainWire):
@@ -277,6 +278,14 @@ class PushSync(AllReduceSync):
         self.stepped.clear()
         self.failed = None
         super().forget()
+
+    def rejoin(self, brings: bool) -> None:
+        """After Servers.enter(): this worker was there before, and its parameters are those after the last commit. One of those
+        workers brings them to the servers; it must be done before anybody steps or pulls."""
+        self.failed = None
+        self.pushed.clear()
+        self.held.bring() if brings else self.held.gather()
+        self._note_versions()
 
     # -- the step --------------------------------------------------------------------------------------------------
 

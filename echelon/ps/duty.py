@@ -42,7 +42,7 @@ def serve(member: Member, place: Place) -> int:
     from echelon.ps.host import Host
     from echelon.ps.session import NAME, Training
 
-    training = Training(place.world_size)
+    training = Training(place.world_size, int(member.description.get("num_servers", 1)))
     host = Host({NAME: training}, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()
     try:

@@ -11,6 +11,8 @@ train.pull     the values as they are
 train.values   worker 0 changed values itself
 train.state    the optimizer's state of some ranges
 train.load     … and back
+train.enter    a worker is in this term: told once all are. What was pushed and not used is void
+train.settle   all workers know what every server has: an update that some servers lack did not happen
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from echelon import activity
-from echelon.errors import EchelonError, PeerLost, UsageError, WireError
+from echelon.errors import EchelonError, PeerLost, UsageError, WireError, WorldError
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.shard import Shard
@@ -40,9 +42,12 @@ SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overfl
 class Training:
     """A service of a host (service.Service). One a server; workers come over connections of their own."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    def __init__(self, num_workers: int, num_servers: int = 1) -> None:
+        self.num_workers, self.num_servers = num_workers, num_servers
         self.together = Together(num_workers)
+        self.term = 0
+        self._entered: dict[int, tuple[int, int]] = {}
+        """Worker -> the term it is in, and its incarnation. Before the first change all are in term 0."""
         self.updates = self.sums = 0
         self._lock = threading.Lock()
         self._shards: dict[int, tuple[threading.Lock, Shard]] = {}
@@ -61,6 +66,8 @@ class Training:
             "pull": self._pull,
             "state": self._state,
             "load": self._load,
+            "enter": self._enter,
+            "settle": self._settle,
         }
 
     def called(self, request: Request) -> None:
@@ -70,13 +77,15 @@ class Training:
         if not 0 <= request.peer.rank < self.num_workers:
             raise UsageError(f"there is no worker {request.peer.rank} of {self.num_workers}")
         activity.moved()
+        if request.verb != "enter" and self._entered.get(request.peer.rank, (0, 0))[0] < self.term:
+            raise PeerLost(f"{request.peer} called {request.verb} in a term that is over")
         try:
             verb(request)
         except SENSELESS as error:
             raise _senseless(request, error) from None
 
     def gone(self, peer: Peer) -> None:
-        if peer.role == "worker":
+        if peer.role == "worker" and peer.incarnation >= self._entered.get(peer.rank, (0, 0))[1]:
             self.together.lose(peer.rank, "ended its connection to a parameter server")
             with self._lock:
                 early, self._early = self._early, {}
@@ -89,6 +98,48 @@ class Training:
         for updates in list(self._updates.values()):
             found.merge(updates.staleness.histogram(), updates.staleness.max)
         return [found.p50, found.p99, found.max] if found.total else []
+
+    # -- terms -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, request: Request) -> None:
+        term = int(request.head["term"])
+        with self._lock:
+            if term < self.term:
+                raise PeerLost(f"term {term} is over: this is term {self.term}")
+            if term > self.term:
+                self._begin(term)
+            self._entered[request.peer.rank] = (term, request.peer.incarnation)
+        all_of_them = self.together.add(("enter", term), request)
+        for one in all_of_them or ():
+            one.answer({"updates": {str(model): shard.updates for model, (_, shard) in self._shards.items()}})
+
+    def _begin(self, term: int) -> None:
+        void = f"term {term} of the run has begun: what was under way is void"
+        self.term = term
+        self.together.renew(void)
+        early, self._early = self._early, {}
+        refuse_all([request for waiting in early.values() for request, _ in waiting], PeerLost(void))
+        for lock, shard in self._shards.values():
+            with lock:
+                shard.forget_pushes(PeerLost(void))
+
+    def _settle(self, request: Request) -> None:
+        all_of_them = self.together.add(("settle", self.term), request)
+        if all_of_them is not None:
+            self._carry_out(all_of_them, lambda: self._go_back(all_of_them))
+
+    def _go_back(self, requests: list[Request]) -> None:
+        for model, updates in requests[0].head["updates"].items():
+            lock, shard = self._shards[int(model)]
+            with lock:
+                if shard.updates == int(updates) + 1:
+                    shard.undo()
+                elif shard.updates != int(updates):
+                    raise WorldError(
+                        f"a server is at update {shard.updates} of model {model}, others at {updates}"
+                    )
+        for one in requests:
+            one.answer()
 
     # -- apply=worker ----------------------------------------------------------------------------------------------
 
@@ -121,12 +172,12 @@ class Training:
         with self._lock:
             if self.together.lost is not None:
                 raise self.together.lost
-            if request.peer.rank == 0:
+            if request.peer.rank == 0 and model not in self._shards:
                 waiting = [*self._early.pop(model, []), (request, spec)]
                 try:
                     self._shards[model] = (
                         threading.Lock(),
-                        Shard(spec, request.tensors[0], self.num_workers),
+                        Shard(spec, request.tensors[0], self.num_workers, keeps=self.num_servers > 1),
                     )
                 except EchelonError as error:
                     refuse_all([one for one, _ in waiting], error)
@@ -147,7 +198,7 @@ class Training:
                     UsageError(f"worker {one.peer.rank} has other parameters in model {model} than worker 0")
                 )
             else:
-                one.answer({"updates": shard.updates})
+                one.answer({"updates": shard.updates, "held": self.term > 0})
 
     def _of(self, request: Request) -> tuple[threading.Lock, Shard]:
         return self._shards[int(request.head["model"])]
@@ -240,10 +291,10 @@ class Training:
     def _values(self, request: Request) -> None:
         lock, shard = self._of(request)
         values = request.tensors[0]
-        if request.peer.rank != 0 or values.dtype != torch.uint8 or values.shape != shard.memory.shape:
+        if values.dtype != torch.uint8 or values.shape != shard.memory.shape:
             raise UsageError(
                 f"{request.peer} brought {values.nbytes} bytes of {values.dtype} as values: they are "
-                f"{shard.memory.numel()} bytes, and worker 0 brings them"
+                f"{shard.memory.numel()} bytes"
             )
         with lock:
             shard.memory.copy_(values)

@@ -1,19 +1,20 @@
 """What one server holds of one model: flat ranges in one memory, their optimizers' state, and what was pushed for them.
 
 A push is provisional: it counts when its optimizer steps, and can be taken back until then. Sums are taken in the order of
-ranks. Not for two threads at once.
+ranks. Where other servers hold the rest of the model, the version before the last update stays beside it, so that an update
+that did not happen everywhere can be undone. Not for two threads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.errors import UsageError, WireError
+from echelon.errors import EchelonError, UsageError, WireError
 from echelon.native import update
 from echelon.ps.optimizers import Range
 from echelon.ps.recipes import Recipe
@@ -40,19 +41,44 @@ class Arrived:
     by_key: dict[int, int] = field(default_factory=dict)
 
 
+class Before:
+    """The version before the last update, in memory of its own: the two take turns, at no more memory traffic."""
+
+    def __init__(self, memory: Tensor, spec: Sequence[Sequence[Any]]) -> None:
+        self.memory, self.values = memory, _views(spec, memory)
+        self.spare: dict[tuple[int, int], Range] = {}
+        self.last: tuple[tuple[int, int], ...] | None = None
+        """What the last update changed; None when there is nothing to go back to."""
+
+    def room(self, optimizer: int, key: int, recipe: Recipe) -> Range:
+        found = self.spare.get((optimizer, key))
+        if found is None:
+            return Range(recipe, self.values[key])
+        found.param = self.values[key]
+        return found
+
+
+def _views(spec: Sequence[Sequence[Any]], memory: Tensor) -> dict[int, Tensor]:
+    found = {}
+    for key, offset, numel, dtype in spec:
+        kind = DTYPES.get(dtype)
+        there = kind is not None and offset >= 0 and not offset % 64 and numel >= 0
+        if kind is None or not there or offset + numel * kind.itemsize > memory.numel():
+            raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
+        found[key] = memory[offset : offset + numel * kind.itemsize].view(kind)
+    return found
+
+
 class Shard:
     """`ranges` are [key, offset in bytes, elements, type]. The memory starts with rank 0's values."""
 
-    def __init__(self, ranges: Sequence[Sequence[Any]], memory: Tensor, num_workers: int) -> None:
+    def __init__(
+        self, ranges: Sequence[Sequence[Any]], memory: Tensor, num_workers: int, keeps: bool = False
+    ) -> None:
         self.spec = [tuple(r) for r in ranges]
         self.memory = memory.clone()
-        self.values: dict[int, Tensor] = {}
-        for key, offset, numel, dtype in self.spec:
-            kind = DTYPES.get(dtype)
-            there = kind is not None and offset >= 0 and not offset % 64 and numel >= 0
-            if kind is None or not there or offset + numel * kind.itemsize > self.memory.numel():
-                raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
-            self.values[key] = self.memory[offset : offset + numel * kind.itemsize].view(kind)
+        self.values = _views(self.spec, self.memory)
+        self.before = Before(torch.empty_like(memory), self.spec) if keeps else None
         self.arrived = [Arrived() for _ in range(num_workers)]
         self.ranges: dict[tuple[int, int], Range] = {}
         """(Optimizer, key) -> values and that optimizer's state: two that step one parameter do not share it."""
@@ -163,23 +189,63 @@ class Shard:
         nothing: what is missing is noticed before."""
         for key in (key for _, _, keys in groups for key in keys):
             self._complete(key)
-        for recipe, factor, keys in groups:
-            for key in keys:
-                self._range(optimizer, key, recipe).apply(self.total(key), scale=factor, numbers=recipe)
-        self.updates += 1
+        self.step(optimizer, groups, self.total)
 
     def step(
         self,
         optimizer: int,
-        groups: Sequence[tuple[Recipe, Sequence[int]]],
-        sums: Mapping[int, Tensor],
-        factor: float,
+        groups: Sequence[tuple[Recipe, float, Sequence[int]]],
+        gradient: Callable[[int], Tensor],
     ) -> None:
-        """As apply(), with gradients that were never pushed here."""
-        for recipe, keys in groups:
+        """As apply(), with gradients from elsewhere. An update that fails leaves everything as it was, if the version before is kept."""
+        before, stepped = self.before, {}
+        for recipe, factor, keys in groups:
             for key in keys:
-                self._range(optimizer, key, recipe).apply(sums[key], scale=factor, numbers=recipe)
+                held = self._range(optimizer, key, recipe)
+                after = before.room(optimizer, key, recipe) if before is not None else None
+                held.apply(gradient(key), scale=factor, numbers=recipe, out=after)
+                if after is not None:
+                    stepped[optimizer, key] = after
+        if before is not None:
+            self._turn(before, stepped)
         self.updates += 1
+
+    def _turn(self, before: Before, stepped: dict[tuple[int, int], Range]) -> None:
+        """What was written beside is the version that counts now, and the other way round."""
+        keys = {key for _, key in stepped}
+        for key, value in self.values.items():
+            if key not in keys:
+                before.values[key].copy_(value)
+        before.spare.update({at: self.ranges[at] for at in stepped})
+        before.last = tuple(stepped)
+        self.ranges.update(stepped)
+        self.memory, before.memory = before.memory, self.memory
+        self.values, before.values = before.values, self.values
+        for (_, key), held in self.ranges.items():
+            held.param = self.values[key]
+
+    def undo(self) -> None:
+        """The last update did not happen."""
+        before = self.before
+        if before is None or before.last is None:
+            raise UsageError("the version before the last update is not kept here")
+        for at in before.last:
+            self.ranges[at], before.spare[at] = before.spare[at], self.ranges[at]
+        before.last = None
+        self.memory, before.memory = before.memory, self.memory
+        self.values, before.values = before.values, self.values
+        for (_, key), held in self.ranges.items():
+            held.param = self.values[key]
+        self.updates -= 1
+
+    def forget_pushes(self, error: EchelonError) -> None:
+        """What was pushed and not used is void: whoever pushed it is told why."""
+        for mine in self.arrived:
+            pushes, mine.pushes = mine.pushes, {}
+            mine.parts, mine.by_key = {}, {}
+            for push in pushes.values():
+                push.request.refuse(error)
+        self.sums = {}
 
     def _range(self, optimizer: int, key: int, recipe: Recipe) -> Range:
         held = self.ranges.get((optimizer, key))

@@ -58,7 +58,7 @@ class Updates:
         factor = _factor(list(sums.values()), float(head["clip_norm"]))
         for request in requests:
             self.staleness.add(max(0, shard.updates - int(request.head["version"])))
-        shard.step(int(head["optimizer"]), groups, sums, factor)
+        shard.step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], sums.__getitem__)
         for request in requests:
             request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
 

@@ -88,6 +88,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.together",
     "echelon.ps.shard",
     "echelon.ps.session",
+    "echelon.ps.held",
     "echelon.ps.worker",
     "echelon.ps.steps",
 )

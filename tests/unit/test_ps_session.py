@@ -13,11 +13,12 @@ import torch
 from echelon.clock import Deadline
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, PeerLost, UsageError
+from echelon.ps.held import Held
 from echelon.ps.host import Host
 from echelon.ps.link import Link
 from echelon.ps.recipes import Recipe
 from echelon.ps.session import NAME, Training
-from echelon.ps.worker import Held, Servers
+from echelon.ps.worker import Servers
 
 TOKEN, RUN = "t" * 64, "run"
 SGD = {"name": "sgd", "numbers": {"lr": 0.5, "momentum": 0.9}}
