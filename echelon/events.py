@@ -183,6 +183,16 @@ class StepLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkersBack(Event):
+    """Workers that had been killed are at work again, in the run's `term`: from the loss to the next step it took `pause_s`."""
+
+    ranks: list[int]
+    step: int
+    term: int
+    pause_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochDone(Event):
     """The ledger of one epoch of one loader: samples committed, out of the epoch's order."""
 

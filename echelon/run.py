@@ -21,6 +21,7 @@ from echelon.elastic import policy
 from echelon.env import Place
 from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
+from echelon.faults import ON_PURPOSE
 from echelon.keeping import Keeping
 from echelon.parallel import backward, clip, norm
 from echelon.parallel.average import Average
@@ -37,6 +38,7 @@ from echelon.prepare.phase import Phase
 from echelon.prepare.trail import Trail, epochs_to_do
 from echelon.prepare.values import Values
 from echelon.prepared import Prepared
+from echelon.rejoin import Rejoin
 from echelon.step import Machine
 from echelon.strategy import Strategy
 
@@ -98,7 +100,8 @@ class Run:
         if member is not None:
             member.report = self.beat
             member.at_end = self.keeping.check_arrived
-        self.keeping.begin()
+        self.rejoin = Rejoin(self.keeping, self.first_step)
+        self.keeping.begin(self.rejoin.come_back() if place.incarnation else None)
 
     # -- where am I ----------------------------------------------------------------------------------------------
 
@@ -316,11 +319,13 @@ class Run:
         self.log_book.flush()
         return facts.beat(self.machine, self.rank, max((f.epochs for f in self.prepared.feeds), default=0))
 
-    def _after_loss(self, lost: Lost, step: int) -> None:
+    def _after_loss(self, lost: Lost, step: int, at_call: bool = False) -> bool:
+        why_not = self.rejoin.why_not(lost, at_call) if lost.reason != ON_PURPOSE else ""
         seats = self.member.roster() if self.member is not None and lost.peers else {}
-        decision = policy.after_loss(lost.peers, lost.reason, seats, self.rank, step)
+        decision = policy.after_loss(lost.peers, lost.reason, seats, self.rank, step, why_not)
         if isinstance(decision, policy.Stop):
             raise decision.error
+        return isinstance(decision, policy.Regroup)
 
     def _side_lost(self, outcome: Outcome) -> None:
         if isinstance(outcome, Lost):

@@ -81,7 +81,7 @@ ROWS = {
     "ps: the direct API equals torch's optimizers", "ps: a pull sees whole updates", "ps: wrong names and shapes are told to who caused them",
     "equality matrix with parameter servers", "every loop with parameter servers, or told why not", "ps: a lost step changes no bit",
     "ps: a checkpoint loads without servers, and the reverse", "ps: .grad of apply=server is never silently a part",
-    "ps: a step is never torn", "ps: sums in the order of ranks", "ps: a server's step is the sum's step", "ps: a push is provisional", "ps: norms are those of the sum",
+    "ps: sums in the order of ranks", "ps: a server's step is the sum's step", "ps: a push is provisional", "ps: norms are those of the sum",
     "ps: what is missing is named", "ps: workers that step differently are told", "ps: a worker that goes is told to those who wait",
     "ps: garbage of a worker is told to it alone", "ps: a server's state loads at any number of servers",
     "ps: two optimizers over one range keep states apart", "a worker killed among servers is named",

@@ -251,12 +251,12 @@ class Supervisor:
         self.ends.put(who, end)
         if end.ours or not end.failed or self.preempting.in_order(end):
             return
-        before = self.folder.processes[who].incarnation
-        follows = restart.after_end(who, end.code, before, self.ends.strategy)
-        if isinstance(follows, restart.GiveUp):
+        before, stopping = self.folder.processes[who].incarnation, self.preempting.begun
+        follows = self.ends.follows(who, end, before, self.plan.num_workers, stopping)
+        if isinstance(follows, restart.GiveUp) or self.failing_since is not None:
             self._first_failure()
             return
-        self.ends.forget(who)
+        self.display.say(*fold(restart.words(who, self.crew.on_host(who), end.code, self.ends.step)))
         if self.plan.is_here(who):
             self._spawn(self.plan.role(who, follows.incarnation))
 
