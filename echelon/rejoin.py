@@ -17,7 +17,9 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +27,11 @@ from torch import Tensor
 from echelon import activity
 from echelon.checkpoint.handed import Handed
 from echelon.clock import Deadline
-from echelon.comm.group import Group, Lost, Work
-from echelon.elastic import again
+from echelon.comm.group import Group, Lost, Work, merge
+from echelon.elastic import again, policy
 from echelon.errors import EchelonError, LinkLost, LoopError, PeerLost, WorldError
 from echelon.events import WorkersBack
+from echelon.faults import ON_PURPOSE
 from echelon.keeping import Keeping
 from echelon.parallel.gradsync import applying
 from echelon.prepare.firststep import FirstStep
@@ -41,11 +44,16 @@ SEATED_S = 60.0
 NEWS_S = 3.0
 """How long after a loss the coordinator may take to hear whose it was."""
 
+READY_S = 1800.0
+"""How long they wait for each other then. Who stands still is named long before (elastic/stuck.py)."""
+
 POLL_S = 0.05
+CALL_S = 10.0
 MOVE_S = 300.0
 """An exchange in a group of the new term; a death ends it at once."""
 
 TAG = 1
+T = TypeVar("T")
 
 
 class Rejoin:
@@ -61,12 +69,25 @@ class Rejoin:
         self._lost_at = 0.0
         self._back: list[int] = []
         self._on_the_way = activity.inside(activity.COMING)
+        self.machine.after_loss = self._after_loss
         self.machine.regroup = self._regroup_in_step
         self.machine.before_replay = self._go_on
         self.machine.after_apply.append(lambda optimizer: self._tell())
         keeping.arrived = self._arrived
 
     # -- may it be? ----------------------------------------------------------------------------------------------
+
+    def _after_loss(self, lost: Lost, step: int) -> bool:
+        """A step was lost: raises, or says whether somebody is to be waited for."""
+        why_not = self.why_not(lost) if lost.reason != ON_PURPOSE else ""
+        return isinstance(self._judge(lost, why_not, step), policy.Regroup)
+
+    def _judge(self, lost: Lost, why_not: str, step: int, what: str = "") -> policy.Replay | policy.Regroup:
+        seats = self.member.roster() if self.member is not None and lost.peers else {}
+        found = policy.after_loss(lost.peers, lost.reason, seats, self.world.rank, step, why_not, what)
+        if isinstance(found, policy.Stop):
+            raise found.error
+        return found
 
     def why_not(self, lost: Lost, at_call: bool = False) -> str:
         """Why the run cannot go on with a successor of whoever was lost; "" when it can. Asks the coordinator."""
@@ -112,9 +133,36 @@ class Rejoin:
         self._meet(loop.mark)
         self.world.groups.pretend(True)  # what the script still does in this iteration counts for nothing
 
-    def regroup_at_call(self, mark: Mark) -> None:
-        """A call of the script was lost, which happens again: the newcomer comes to it as well."""
-        self._meet(mark)
+    def call(self, live: Callable[[], T], mark: Mark | None = None) -> T:
+        """`live()`, in which all workers take part outside of a step. If one is lost in it, its successor comes to this very call (at
+        `mark`, or the last one that was made), and all make it again."""
+        mark = mark or self.trail.path[-1].body[-1]
+        while True:
+            value = live()
+            lost = self._lost_outside()
+            if lost is None:
+                return value
+            self._judge(lost, self.why_not(lost, at_call=True), self.machine.counters.global_step, "a call")
+            mark.done = False
+            self._meet(mark)
+
+    def once(self, live: Callable[[], T]) -> T:
+        """`live()`, in which all workers take part with what they have: that is gone with whoever is lost in it."""
+        value = live()
+        lost = self._lost_outside()
+        if lost is not None:
+            why_not = "what a killed worker had for this call is gone with it (run.log needs nobody else)"
+            self._judge(lost, why_not, self.machine.counters.global_step, "a call")
+        return value
+
+    def _lost_outside(self) -> Lost | None:
+        """What was lost since the last step, if no step will tell it: nothing is under way that could run again."""
+        machine = self.machine
+        capable = not again.why_not(asdict(self.strategy), self.world.size)
+        if not capable or machine.iteration_lost or not machine.clean or not machine.side_losses:
+            return None
+        outcome, machine.side_losses = merge(machine.side_losses), []
+        return outcome if isinstance(outcome, Lost) else None
 
     def _meet(self, mark: Mark) -> None:
         self._lost_at = self._lost_at or time.monotonic()
@@ -173,7 +221,7 @@ class Rejoin:
             meet = self._seated()
             self.tried = meet.term
             try:
-                handed = self._enter(meet.term, mark)
+                handed = self._enter(meet, mark)
             except (PeerLost, LinkLost, WorldError, RuntimeError):
                 if not self._is_over(meet.term):
                     raise
@@ -205,9 +253,27 @@ class Rejoin:
             threading.Event().wait(POLL_S)
         return False
 
-    def _enter(self, term: int, mark: Mark | None) -> Handed | None:
-        groups, rank = self.world.groups, self.world.rank
+    def _ready(self, meet: again.Meet) -> None:
+        """Blocks until all workers know of this term: some may be in a long forward, or importing."""
+        assert self.member is not None
+        deadline, size = Deadline.after(READY_S), self.world.size
+        keys = [f"again/{meet.term}/{rank}" for rank in range(size)]
+        self.member.call("store.set", Deadline.after(CALL_S), key=keys[self.world.rank], value=b"1")
+        with activity.waiting("start", activity.ANYBODY, "the workers to come together again"):
+            while not self.member.call("store.check", Deadline.after(CALL_S), keys=keys):
+                found = again.standing(self._seats(), size, ())
+                if isinstance(found, again.Never):
+                    raise PeerLost(found.reason, peers=found.peers)
+                if found != meet:
+                    raise PeerLost("another worker was killed meanwhile")
+                if deadline.passed:
+                    raise PeerLost(f"the workers did not come together within {READY_S:g} s")
+                threading.Event().wait(POLL_S)
+
+    def _enter(self, meet: again.Meet, mark: Mark | None) -> Handed | None:
+        groups, rank, term = self.world.groups, self.world.rank, meet.term
         # groups
+        self._ready(meet)
         groups.renew(term)
         group = groups.changing[0].inner
         places = self._places(group, mark)

@@ -35,9 +35,11 @@ def after_loss(
     rank: int,
     step: int,
     why_not: str = "this version knows one world a run",
+    what: str = "",
 ) -> Replay | Regroup | Stop:
     """A step was lost on `rank`: `peers` are those gone as far as known, `seats` the coordinator's roster; `why_not` is "" where a
-    killed worker is started again, and somebody was killed. Whoever left the loop is named.
+    killed worker is started again, and somebody was killed. `what` was lost, if it was not the step itself but a call after it.
+    Whoever left the loop is named.
     """
     if reason == ON_PURPOSE:
         return Replay()
@@ -59,6 +61,6 @@ def after_loss(
     if not why_not and not any(seats.get(peer, {}).get("state") == FAILED for peer in peers):
         return Regroup()
     gone = f"worker {', '.join(map(str, peers))} is gone: " if peers else ""
-    return Stop(
-        PeerLost(f"step {step} did not meet: {gone}{reason}", rank=rank, step=step, peers=tuple(peers))
-    )
+    told = f"{what} after step {step} did not meet" if what else f"step {step} did not meet"
+    remedy = f"It could not be made again: {why_not}." if what else ""
+    return Stop(PeerLost(f"{told}: {gone}{reason}", remedy=remedy, rank=rank, step=step, peers=tuple(peers)))
