@@ -184,7 +184,7 @@ class StepLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersBack(Event):
-    """Workers that had been killed are at work again, in the run's `term`: from the loss to the next step it took `pause_s`."""
+    """Workers that had been killed made a step again, in the run's `term`, `pause_s` after the loss."""
 
     ranks: list[int]
     step: int

@@ -91,7 +91,7 @@ class Rejoin:
 
     def why_not(self, lost: Lost, at_call: bool = False) -> str:
         """Why the run cannot go on with a successor of whoever was lost; "" when it can. Asks the coordinator."""
-        why = again.why_not(asdict(self.strategy), self.world.size)
+        why = again.why_not(asdict(self.strategy), self.world.size - 1)
         if why or self.member is None or not self.world.groups.changing:
             return why or "these groups cannot be made anew"
         if not at_call and self._loop() is None:
@@ -158,7 +158,7 @@ class Rejoin:
     def _lost_outside(self) -> Lost | None:
         """What was lost since the last step, if no step will tell it: nothing is under way that could run again."""
         machine = self.machine
-        capable = not again.why_not(asdict(self.strategy), self.world.size)
+        capable = not again.why_not(asdict(self.strategy), self.world.size - 1)
         if not capable or machine.iteration_lost or not machine.clean or not machine.side_losses:
             return None
         outcome, machine.side_losses = merge(machine.side_losses), []

@@ -36,8 +36,8 @@ class Never:
     peers: tuple[int, ...]
 
 
-def why_not(fields: Mapping[str, Any], num_workers: int) -> str:
-    """Why a killed worker of a run with these strategy fields is not started again; "" when it is.
+def why_not(fields: Mapping[str, Any], others: int) -> str:
+    """Why a killed worker of a run with these strategy fields and so many `others` is not started again; "" when it is.
 
     Asked by the supervisors and by the workers, which must decide alike.
     """
@@ -47,7 +47,7 @@ def why_not(fields: Mapping[str, Any], num_workers: int) -> str:
         return f"update={fields.get('update')} has no common step to go back to"
     if fields.get("backend", "auto") not in ("auto", "native"):
         return f"groups of backend={fields.get('backend')} cannot be made anew"
-    if num_workers < 2:
+    if not others:
         return "nobody is left who knows how far the run was"
     return ""
 

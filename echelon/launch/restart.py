@@ -67,7 +67,7 @@ def worker(
     """A worker that was killed; one whose script raised would only raise again."""
     if known.spoke or not 128 < code < 193:
         return GiveUp(f"{who} ended by itself (exit code {code})")
-    why_not = again.why_not(strategy, known.num_workers)
+    why_not = again.why_not(strategy, known.num_workers - 1)
     if why_not:
         return GiveUp(f"{who} was killed: {why_not}")
     if known.stopping or not known.training:
