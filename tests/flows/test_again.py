@@ -82,6 +82,7 @@ def num_back(running: Running) -> int:
 
 def kill(running: Running, rank: int) -> int:
     """kill -9, and blocks until its successor is started; its pid."""
+    assert running.process.poll() is None, "the run is over"
     pid = running.until(lambda: running.pid("worker", rank))
     os.kill(pid, signal.SIGKILL)
     return int(running.until(lambda: (now := running.pid("worker", rank)) and now != pid and now, WAIT_S))
@@ -118,8 +119,8 @@ def test_killed_workers_are_started_again_and_no_bit_is_changed(start_run, tmp_p
     seed = int(os.environ.get("AGAIN_SEED", "7"))
     rng, before = random.Random(seed), segments()
     print(f"seed {seed}")
-    calm, _ = calm_weights(start_run, tmp_path, "0", "4")
-    running = start_run(TRAIN, "0.05", "4", workers=3, options=SERVED)
+    calm, _ = calm_weights(start_run, tmp_path, "0", "5")
+    running = start_run(TRAIN, "0.2", "5", workers=3, options=SERVED)
     # in mid-step
     at_step(running, rng.randint(1, 6))
     time.sleep(rng.uniform(0, 0.1))
@@ -134,7 +135,7 @@ def test_killed_workers_are_started_again_and_no_bit_is_changed(start_run, tmp_p
     time.sleep(rng.uniform(0, 1.5))
     kill(running, (first + 1) % 3)
     result = running.wait(END_S)
-    check(result, tmp_path, calm, 4, before)
+    check(result, tmp_path, calm, 5, before)
     assert "is started again; the others wait for it" in re.sub(r"\s+", " ", result.err)
     assert re.search(r"workers? \d(, \d)? back at step \d+, [\d.]+ s after the loss", result.err)
     back = [e for e in result.events if e["event"] == "WorkersBack"]
