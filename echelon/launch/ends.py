@@ -45,18 +45,21 @@ class Ends:
         self.training = self.training or isinstance(event, Facts) or self.step > 0
 
     def follows(
-        self, who: Who, end: Exit, incarnation: int, num_workers: int, stopping: bool
+        self, who: Who, end: Exit, incarnation: int, world: tuple[int, int], stopping: bool
     ) -> restart.Again | restart.GiveUp:
-        """Is it started again? If so, how it ended counts no more once its successor is at work."""
+        """Is it started again, in a run of so many workers and servers? If so, how it ended counts no more once its successor is at
+        work."""
         before, count = self._rows.get(who, (-1, 0))
         count = count + 1 if before == self.step else 1
         self._rows[who] = (self.step, count)
         spoke = any((f.role, f.rank) == tuple(who) for f in self.failures)
+        num_workers, num_servers = world
         known = restart.Known(num_workers, self.training, stopping, spoke, count)
-        found = restart.after_end(who, end.code, incarnation, self.strategy, known)
+        found = restart.after_end(who, end.code, incarnation, self.strategy, num_servers, known)
         if isinstance(found, restart.Again):
             self.forget(who)
-            self.replaced[who] = end
+            if who.role == WORKER:
+                self.replaced[who] = end
         return found
 
     def put(self, who: Who, end: Exit) -> None:

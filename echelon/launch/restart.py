@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.control.roster import WORKER, Who
+from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic import again
+from echelon.show.lines import fold
+from echelon.strategy import Strategy
 
 MAX_RESTARTS = 5
 """In a row: of the coordinator each within WINDOW_S of the one before, of a worker without a step of the run in between."""
@@ -50,14 +52,24 @@ UNKNOWN = Known()
 
 
 def after_end(
-    who: Who, code: int, incarnation: int, strategy: Mapping[str, Any], known: Known = UNKNOWN
+    who: Who,
+    code: int,
+    incarnation: int,
+    strategy: Mapping[str, Any],
+    num_servers: int = 0,
+    known: Known = UNKNOWN,
 ) -> Again | GiveUp:
     """A worker or server of the run ended with `code` and nobody had asked it to; `incarnation` counts how often it was
     started again before, `strategy` are the run's fields. Asked on its host and on the first, where both decide alike; if they ever
     do not, the run ends.
+
+    A server of which another one holds a copy is started again, to hold the copy of that one's; a worker, where the others know what it
+    knew. What else dies has taken what it held along.
     """
     if who.role == WORKER:
         return worker(who, code, incarnation, strategy, known)
+    if who.role == SERVER and code > 128 and Strategy(**strategy).copies(num_servers):
+        return Again(incarnation + 1, "another server has a copy of what it held")
     return GiveUp(f"{who} ended (exit code {code}), and nothing has a copy of what it held")
 
 
@@ -90,6 +102,9 @@ def coordinator(ends: Sequence[float], incarnation: int) -> Again | GiveUp:
     return Again(incarnation + 1, "its journal has all it knew")
 
 
-def words(who: Who, where: str, code: int, step: int) -> str:
+def words(who: Who, where: str, code: int, step: int) -> list[str]:
     """For people: it is started again."""
-    return f"{who}{where} was killed (signal {code - 128}) after step {step} and is started again; the others wait for it"
+    waits = "; the others wait for it" if who.role == WORKER else ""
+    return fold(
+        f"{who}{where} was killed (signal {code - 128}) after step {step} and is started again{waits}"
+    )

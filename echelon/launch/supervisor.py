@@ -252,11 +252,13 @@ class Supervisor:
         if end.ours or not end.failed or self.preempting.in_order(end):
             return
         before, stopping = self.folder.processes[who].incarnation, self.preempting.begun
-        follows = self.ends.follows(who, end, before, self.plan.num_workers, stopping)
+        follows = self.ends.follows(
+            who, end, before, (self.plan.num_workers, self.plan.num_servers), stopping
+        )
         if isinstance(follows, restart.GiveUp) or self.failing_since is not None:
             self._first_failure()
             return
-        self.display.say(*fold(restart.words(who, self.crew.on_host(who), end.code, self.ends.step)))
+        self.display.say(*restart.words(who, self.crew.on_host(who), end.code, self.ends.step))
         if self.plan.is_here(who):
             self._spawn(self.plan.role(who, follows.incarnation))
 

@@ -71,7 +71,7 @@ def test_which_runs_go_on_with_a_worker_that_is_started_again(fields, others, sa
     ],
 )
 def test_a_worker_that_was_killed_is_started_again_and_one_that_failed_is_not(code, known, found):
-    follows = restart.after_end(Who(WORKER, 1), code, 2, SERVED, known)
+    follows = restart.after_end(Who(WORKER, 1), code, 2, SERVED, 2, known)
     assert isinstance(follows, found)
     assert follows.reason
     if isinstance(follows, Again):
@@ -80,22 +80,22 @@ def test_a_worker_that_was_killed_is_started_again_and_one_that_failed_is_not(co
 
 def test_deaths_in_a_row_count_only_while_the_run_makes_no_step():
     ends, who, killed = Ends(SERVED), Who(WORKER, 1), Exit(1, 137, 5.0)
-    assert isinstance(ends.follows(who, killed, 0, 3, stopping=False), GiveUp)  # before the first batch
+    assert isinstance(ends.follows(who, killed, 0, (3, 2), stopping=False), GiveUp)  # before the first batch
     ends = Ends(SERVED)
     ends.hear(Facts(rank=0, lines=[]))
     for _ in range(5):
-        assert isinstance(ends.follows(who, killed, 0, 3, stopping=False), Again)
+        assert isinstance(ends.follows(who, killed, 0, (3, 2), stopping=False), Again)
     ends.hear(Beat(rank=0, step=7))
     for _ in range(5):
-        assert isinstance(ends.follows(who, killed, 0, 3, stopping=False), Again)
-    assert isinstance(ends.follows(who, killed, 0, 3, stopping=False), GiveUp)
+        assert isinstance(ends.follows(who, killed, 0, (3, 2), stopping=False), Again)
+    assert isinstance(ends.follows(who, killed, 0, (3, 2), stopping=False), GiveUp)
 
 
 def test_whoever_was_replaced_is_the_first_failure_until_its_successor_is_at_work():
     ends, who = Ends(SERVED), Who(WORKER, 1)
     ends.hear(Facts(rank=0, lines=[]))
     ends.put(who, Exit(1, 137, 5.0))
-    assert isinstance(ends.follows(who, Exit(1, 137, 5.0), 0, 2, stopping=False), Again)
+    assert isinstance(ends.follows(who, Exit(1, 137, 5.0), 0, (2, 2), stopping=False), Again)
     assert ends.verdict() is None
     late = Failed(rank=1, host="h", step=3, code=1, error="PeerLost: nobody", traceback="", consequence=True)
     ends.hear(late)
