@@ -178,11 +178,8 @@ class Rejoin:
     def _tell(self) -> None:
         """The first step of a new term."""
         if self._back:
-            pause_s, term = time.monotonic() - self._lost_at, self.world.groups.term or 0
-            step = self.machine.counters.global_step
-            self.keeping.emit(
-                WorkersBack(rank=self.world.rank, ranks=self._back, step=step, term=term, pause_s=pause_s)
-            )
+            pause_s, step = time.monotonic() - self._lost_at, self.machine.counters.global_step
+            self.keeping.emit(WorkersBack(rank=self.world.rank, ranks=self._back, step=step, pause_s=pause_s))
         self._back, self._lost_at = [], 0.0
 
     # -- the newcomer --------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
-from echelon.events import Event, HostLeft, Logged, RunEnded, Serving, Sign, StopAsked
+from echelon.events import Event, Logged, RunEnded, Serving, Sign, StopAsked
+from echelon.hostevents import HostLeft
 
 MAX_WAIT_S = 86400.0
 LOOK_S = 1.0

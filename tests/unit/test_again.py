@@ -103,7 +103,7 @@ def test_whoever_was_replaced_is_the_first_failure_until_its_successor_is_at_wor
     verdict = ends.verdict()
     assert verdict is not None
     assert (verdict.rank, verdict.code) == (1, 137)
-    ends.hear(WorkersBack(rank=0, ranks=[1], step=8, term=3, pause_s=1.0))
+    ends.hear(WorkersBack(rank=0, ranks=[1], step=8, pause_s=1.0))
     verdict = ends.verdict()
     assert verdict is not None
     assert (verdict.rank, verdict.code) == (1, 1)

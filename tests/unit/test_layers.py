@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echelon"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "clock", "env", "coding", "strategy", "events", "faults", "dumps", "activity"),
+    ("errors", "clock", "env", "coding", "strategy", "events", "hostevents", "faults", "dumps", "activity"),
     ("mesh", "native"),
     ("comm", "control"),
     ("data", "elastic", "checkpoint", "ps"),
