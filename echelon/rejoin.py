@@ -14,6 +14,7 @@ A death in between ends what is under way with a loss, and all of it begins agai
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import zlib
@@ -112,17 +113,17 @@ class Rejoin:
             found = tuple(
                 int(seats[r]["incarnation"]) for r in sorted(seats) if seats[r]["state"] == "joined"
             )
-            if found != self.known:
+            if seats and found != self.known:
                 return True
             threading.Event().wait(POLL_S)
         return False
 
     def _seats(self) -> again.Seats:
+        """The roster; empty while the coordinator is being started again."""
         assert self.member is not None
-        try:
+        with contextlib.suppress(WorldError):
             return self.member.roster()
-        except WorldError:  # the coordinator is started again: what was known holds
-            return {r: {"state": "joined", "incarnation": i, "term": 0} for r, i in enumerate(self.known)}
+        return {}
 
     # -- the others ----------------------------------------------------------------------------------------------
 
@@ -258,14 +259,19 @@ class Rejoin:
         self.member.call("store.set", Deadline.after(CALL_S), key=keys[self.world.rank], value=b"1")
         with activity.waiting("start", activity.ANYBODY, "the workers to come together again"):
             while not self.member.call("store.check", Deadline.after(CALL_S), keys=keys):
-                found = again.standing(self._seats(), size, ())
-                if isinstance(found, again.Never):
-                    raise PeerLost(found.reason, peers=found.peers)
-                if found != meet:
-                    raise PeerLost("another worker was killed meanwhile")
+                self._still(meet)
                 if deadline.passed:
                     raise PeerLost(f"the workers did not come together within {READY_S:g} s")
                 threading.Event().wait(POLL_S)
+
+    def _still(self, meet: again.Meet) -> None:
+        """Raises PeerLost once the workers are not those of this term any more."""
+        seats = self._seats()
+        found = again.standing(seats, self.world.size, ())
+        if isinstance(found, again.Never):
+            raise PeerLost(found.reason, peers=found.peers)
+        if seats and found != meet:
+            raise PeerLost("another worker was killed meanwhile")
 
     def _enter(self, meet: again.Meet, mark: Mark | None) -> Handed | None:
         groups, rank, term = self.world.groups, self.world.rank, meet.term
@@ -292,7 +298,7 @@ class Rejoin:
             handed = _received(group, giver)
         # servers
         if self.world.servers is not None:
-            self.world.servers.enter(term)
+            self.world.servers.enter(term, lambda: self._still(meet))
         for sync in self.machine.syncs if mark is not None else ():
             sync.renew()
             there = applying(sync)

@@ -31,6 +31,10 @@ SILENCE_S = 120.0
 policy, and a vanished host is the coordinator's to notice: both come first."""
 ENTER_S = 300.0
 """The longest that ranks wait for each other to share memory; a death in between ends it at once."""
+ENTER_AGAIN_S = 1800.0
+"""The same in a later term, where one of them may still be on its way through its script."""
+CONNECT_AGAIN_S = 20.0
+"""How long they may take then, once all are there: one may die in between, and the next term must not wait for long."""
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -152,7 +156,11 @@ class Groups:
             if self._store is None:
                 self._store = CoordinatorStore(self.member, name="native", term=term)
             meeting = StoreMeeting(self._store)
-        group = hosts.enter(core, meeting, seat, name, address, Deadline.after(ENTER_S), limit_s=SILENCE_S)
+        enter_s, connect_s = (ENTER_S, ENTER_S) if self.term is None else (ENTER_AGAIN_S, CONNECT_AGAIN_S)
+        deadline = Deadline.after(enter_s)
+        group = hosts.enter(
+            core, meeting, seat, name, address, deadline, limit_s=SILENCE_S, connect_s=connect_s
+        )
         return NativeGroup(group, self.rank, self.size, self.device, name, self._blame())
 
     def _bound(self) -> contextlib.AbstractContextManager[None]:
