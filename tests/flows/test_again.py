@@ -16,6 +16,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import Result, Running, leftovers, segments
+from tests.flows.netns import network
+from tests.flows.site import at, ends, said
 
 TRAIN = """
     import sys, time
@@ -195,6 +197,33 @@ def test_a_worker_killed_before_the_first_batch_ends_the_run(start_run, tmp_path
     assert re.search(r"worker 2 on \S+ was killed by SIGKILL", re.sub(r"\s+", " ", result.err)), result.err
     assert "started again" not in result.err
     assert leftovers(tmp_path, before) == []
+
+
+@pytest.mark.slow
+@pytest.mark.case("again: on another host")
+def test_workers_killed_on_either_host_are_started_again_there(tmp_path):
+    with network(2) as net:
+        for site in at(net, tmp_path):
+            site.script(TRAIN)
+            saved = site.home(0) / "weights.safetensors"
+            found = []
+            for pause_s, killed in (("0", ()), ("0.2", (3, 0))):
+                first = site.run(pause_s, "5", workers=4, options=SERVED)
+                other = site.join(1)
+                for done, rank in enumerate(killed):
+                    at_step(first, 2 + 8 * done)
+                    kill(first, rank)
+                    first.until(lambda n=done: num_back(first) == n + 1, WAIT_S)  # noqa: B023
+                ends(first, 0, END_S)
+                ends(other, 0, WAIT_S)
+                found.append(load_file(saved))
+                saved.unlink()
+                site.wait_for_nothing()
+                if killed:
+                    assert "worker 3 on h1 was killed (signal 9)" in said(first)
+                shutil.rmtree(tmp_path / "runs")
+            calm, stormy = found
+            assert [name for name, x in calm.items() if not (x == stormy[name]).all()] == []
 
 
 @pytest.mark.slow
