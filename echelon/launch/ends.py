@@ -75,10 +75,10 @@ class Ends:
         return {Who(WORKER, rank) for rank in self.workers} | {Who(SERVER, rank) for rank in self.servers}
 
     def verdict(self) -> Verdict | None:
-        """The first failure. What was to be made good by a successor that never came to work is one as well."""
+        """The first failure. Where there are only consequences, it is that of whoever was started again and never came to work."""
         replaced = {who.rank: end for who, end in self.replaced.items() if who.role == WORKER}
         found = blame.judge(self.workers, self.failures, self.servers)
-        if found is None or not replaced:
+        if found is None or found.failed is None or not found.failed.consequence or not replaced:
             return found
         return blame.judge(self.workers | replaced, self._others(replaced), self.servers)
 

@@ -249,13 +249,13 @@ class Supervisor:
     def _note_end(self, who: Who, end: Exit) -> None:
         """A worker or server is over, here or elsewhere: the beginning of the end, unless it is started again."""
         self.ends.put(who, end)
-        if end.ours or not end.failed or self.preempting.in_order(end):
+        if end.ours or not end.failed or self.preempting.in_order(end) or self.failing_since is not None:
             return
         before, stopping = self.folder.processes[who].incarnation, self.preempting.begun
         follows = self.ends.follows(
             who, end, before, (self.plan.num_workers, self.plan.num_servers), stopping
         )
-        if isinstance(follows, restart.GiveUp) or self.failing_since is not None:
+        if isinstance(follows, restart.GiveUp):
             self._first_failure()
             return
         self.display.say(*restart.words(who, self.crew.on_host(who), end.code, self.ends.step))

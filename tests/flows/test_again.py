@@ -56,6 +56,9 @@ TRAIN = """
             run.print(f"judges {epoch}")
             told = run.evaluate(model, torch.utils.data.DataLoader(data, batch_size=20), judge)
             run.print(f"judged {epoch} {told['loss']:.15f}")
+    here = torch.ones(1)
+    torch.distributed.all_reduce(here)
+    assert here.item() == run.world_size
     run.save("weights")
 """
 
