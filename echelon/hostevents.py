@@ -1,11 +1,11 @@
-"""What happens among the hosts of a run, as events; see events.py."""
+"""What happened among the hosts of a run. See events.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.events import Event
+from echelon.event import Event
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,7 @@ from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
 from echelon.elastic.table import Table
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
-from echelon.events import Event, Logged, RunEnded, Serving, Sign, StopAsked
-from echelon.hostevents import HostLeft
+from echelon.events import Event, HostLeft, Logged, RunEnded, Serving, Sign, StopAsked
 
 MAX_WAIT_S = 86400.0
 LOOK_S = 1.0

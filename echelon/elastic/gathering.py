@@ -22,8 +22,7 @@ from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic import hosts
 from echelon.elastic.hosts import Host, Seat, Signs
 from echelon.errors import EchelonError, UsageError, WorldError
-from echelon.events import Event
-from echelon.hostevents import HostCame, HostLost, HostRefused, HostsFormed, HostWent, Knocked
+from echelon.events import Event, HostCame, HostLost, HostRefused, HostsFormed, HostWent, Knocked
 
 GATHERING, CHECKING, FORMED, FAILED = "gathering", "checking", "formed", "failed"
 LOOK_S = 0.25

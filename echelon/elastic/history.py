@@ -18,8 +18,7 @@ from typing import Any, get_type_hints
 from echelon.clock import Clock
 from echelon.control.calls import fits
 from echelon.control.roster import SERVER, WORKER
-from echelon.events import Beat, Event, Failed, Left, Logged, Serving, Sign, from_dict
-from echelon.hostevents import Printed
+from echelon.events import Beat, Event, Failed, Left, Logged, Printed, Serving, Sign, from_dict
 
 BEAT_FILE_S = 5.0
 """events.jsonl gets one sign of life a process in this time; watchers get all."""

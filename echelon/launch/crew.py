@@ -9,8 +9,8 @@ from echelon.clock import Deadline
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic.hosts import Host, Seat
 from echelon.errors import EchelonError
-from echelon.events import Event, ProcessEnded, ProcessStarted
-from echelon.hostevents import (
+from echelon.events import (
+    Event,
     HostAsked,
     HostCame,
     HostLeft,
@@ -19,7 +19,9 @@ from echelon.hostevents import (
     HostWent,
     Knocked,
     Printed,
-)
+    ProcessEnded,
+    ProcessStarted,
+)  # fmt: skip
 from echelon.launch.asked import Stop
 from echelon.launch.link import Link
 from echelon.launch.local import Plan

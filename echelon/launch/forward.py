@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from echelon.clock import Clock
-from echelon.hostevents import Printed
+from echelon.events import Printed
 from echelon.launch.streams import Screen
 from echelon.show.lines import Line
 

@@ -12,8 +12,7 @@ from typing import Any
 from echelon.clock import Deadline
 from echelon.control import token as tokens
 from echelon.control.roster import Who
-from echelon.events import Event, Failed, ProcessStarted, RunEnded, StopAsked
-from echelon.hostevents import HostAsked, HostLeft
+from echelon.events import Event, Failed, HostAsked, HostLeft, ProcessStarted, RunEnded, StopAsked
 from echelon.launch import lastwords
 from echelon.launch.asked import Stop
 from echelon.launch.blame import Exit

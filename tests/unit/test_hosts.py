@@ -13,8 +13,7 @@ from echelon.control.handshake import JOINER, ClientSide, Identity, Refused, Ser
 from echelon.elastic import hosts
 from echelon.elastic.hosts import Host, Signs
 from echelon.errors import AuthError, EchelonError, UsageError, WorldError
-from echelon.events import Event
-from echelon.hostevents import HostAsked, HostLost, Knocked, Printed
+from echelon.events import Event, HostAsked, HostLost, Knocked, Printed
 from echelon.launch import crew, lifeline, listen, meeting, sameness
 from echelon.launch.forward import BURST, Forward
 from echelon.launch.local import Job

@@ -17,8 +17,7 @@ from echelon.elastic.membership import Change, Membership
 from echelon.elastic.stuck import decide
 from echelon.elastic.views import Options, View
 from echelon.errors import UsageError, WorldError
-from echelon.events import Beat, Failed, Left, Serving, Stuck, Unstuck, Warned
-from echelon.hostevents import HostLost
+from echelon.events import Beat, Failed, HostLost, Left, Serving, Stuck, Unstuck, Warned
 from echelon.launch import crew, restart
 from echelon.launch.blame import Exit, judge
 from echelon.launch.ends import Ends
