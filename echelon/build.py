@@ -52,12 +52,13 @@ class World:
 
 
 def world(place: Place, strategy: Strategy, member: Member | None) -> World:
-    """Joins the other ranks; blocks until all are there."""
+    """Joins the other ranks; blocks until all are there. A worker that was started again has not met them yet: see rejoin.py."""
     require_built(strategy)
     require_whole(strategy)
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
+    groups.pretend(place.incarnation > 0)  # the others are somewhere in the script: rejoin.py
     made = World(
         place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make("values")
     )

@@ -88,4 +88,8 @@ ROWS = {
     "ps: garbage of a worker is told to it alone", "ps: a server's state loads at any number of servers",
     "ps: two optimizers over one range keep states apart", "a worker killed among servers is named",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
+    # a killed worker is started again
+    "again: the decision", "again: groups that change", "again: the state is handed over", "again: no bit is changed",
+    "again: killed on its way back", "again: an exception ends the run", "again: killed before the first batch",
+    "again: nobody left", "again: evaluate and save", "again: on another host", "again: a storm",
 }  # fmt: skip

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Lost, Met, Outcome
 from echelon.control.member import Member
-from echelon.errors import EchelonError, LinkLost, PeerLost
+from echelon.errors import EchelonError, Late, LinkLost, PeerLost
 from echelon.ps.link import Link
 from echelon.ps.pending import Answered, Reply
 from echelon.ps.route import Route
 from echelon.ps.site import Finder
 
 CONNECT_S = 60.0
+LOOK_S = 0.5
 WAIT_S = 1800.0
 """How long an answer may take: it may wait for the slowest worker. Who stands still is named long before (elastic/stuck.py)."""
 
@@ -96,20 +97,33 @@ class Servers:
             activity.begun[activity.SERVERS] = self._begun
             return self.numbers[model]
 
-    def enter(self, term: int) -> None:
+    def enter(self, term: int, look: Callable[[], None] = lambda: None) -> None:
         """All workers of this term call it; it returns when all did. What was pushed and not used is void, an update that some servers
         lack did not happen, and operations are counted anew. The values on the servers are not to be relied on: see Held.bring().
-        Raises LinkLost, PeerLost."""
+        `look` is called now and then meanwhile: it raises if somebody of this term is gone. Raises LinkLost, PeerLost."""
         for way in self.links:
             if isinstance(way, Route):
                 way.renew()
         said = [way.call("train.enter", {"term": term}) for way in self.links]
-        found = [reply.head["updates"] for reply in self.wait(said, f"all workers in term {term}")]
+        found = [reply.head["updates"] for reply in self._watched(said, f"all workers in term {term}", look)]
         agreed = {model: min(updates[model] for updates in found) for model in found[0]}
-        self.wait([way.call("train.settle", {"updates": agreed}) for way in self.links], "servers to agree")
+        said = [way.call("train.settle", {"updates": agreed}) for way in self.links]
+        self._watched(said, "servers to agree", look)
         with self._lock:
             self.numbers.clear()
             self._begun = activity.begun[activity.SERVERS] = 0
+
+    def _watched(self, pendings: Sequence[Answered], what: str, look: Callable[[], None]) -> list[Reply]:
+        deadline, replies = Deadline.after(WAIT_S), list[Reply]()
+        with activity.waiting(activity.SERVERS, activity.ANYBODY, what):
+            while len(replies) < len(pendings):
+                try:
+                    replies.append(pendings[len(replies)].wait(deadline.sooner(LOOK_S)))
+                except Late:
+                    if deadline.passed:
+                        raise
+                    look()
+        return replies
 
     def wait(self, pendings: Sequence[Answered], what: str, num_bytes: int = 0) -> list[Reply]:
         """Every answer. Raises what a server raised, LinkLost, PeerLost."""
