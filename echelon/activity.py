@@ -24,6 +24,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DATA, COMPILING, IMPORTING, BACKWARD, ENDED = "data", "compiling", "importing", "backward", "script ended"
+COMING = "coming back"
+"""The label of a worker that was started again, until it is where the others are, and of those who wait for it to sit there."""
 PHASE = "phase "
 """The label of a named rank-0 phase is this and its name."""
 

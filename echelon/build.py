@@ -58,17 +58,19 @@ class World:
 
 
 def world(place: Place, strategy: Strategy, member: Member | None) -> World:
-    """Joins the other ranks; blocks until all are there."""
+    """Joins the other ranks; blocks until all are there. A worker that was started again has not met them yet: see rejoin.py."""
     require_built(strategy)
     require_whole(strategy)
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
+    groups.pretend(place.incarnation > 0)  # the others are somewhere in the script: rejoin.py
     made = World(
         place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make("values")
     )
     if strategy.form == "ps" and member is not None:
-        made.servers = Servers.of_run(member, int(member.description.get("num_servers", 0)))
+        num_servers = int(member.description.get("num_servers", 0))
+        made.servers = Servers.of_run(member, num_servers, strategy.copies(num_servers))
         made.worker_hosts = tuple(str(seat["host"]) for seat in member.roster().values())
     return made
 

@@ -17,7 +17,6 @@ from echelon.comm.group import Lost, Outcome
 from echelon.control.member import Member
 from echelon.data import randomness
 from echelon.data.loader import Part
-from echelon.elastic import policy
 from echelon.env import Place
 from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
@@ -38,6 +37,7 @@ from echelon.prepare.phase import Phase
 from echelon.prepare.trail import Trail, epochs_to_do
 from echelon.prepare.values import Values
 from echelon.prepared import Prepared
+from echelon.rejoin import Rejoin
 from echelon.step import Machine
 from echelon.strategy import Strategy
 
@@ -60,7 +60,6 @@ class Run:
         randomness.seed_everything(strategy.seed)
         self.world = world or build.world(place, strategy, member)
         self.machine = Machine(strategy, self.rank, self.world_size, emit)
-        self.machine.after_loss = self._after_loss
         self.machine.warn = self._warn
         self.exchange = Exchange(self.world.side, self._side_lost)
         self.values = Values(self.machine, self.exchange)
@@ -97,7 +96,8 @@ class Run:
         if member is not None:
             member.report = self.beat
             member.at_end = self._at_end
-        self.keeping.begin()
+        self.rejoin = Rejoin(self.keeping, self.first_step)
+        self.keeping.begin(self.rejoin.come_back() if place.incarnation else None)
 
     # -- where am I ----------------------------------------------------------------------------------------------
 
@@ -229,14 +229,18 @@ class Run:
         if op not in ("mean", "sum", "min", "max"):
             raise UsageError(f"reduce() knows mean, sum, min and max, not {op!r}")
         self.keeping.pause("reduce")
-        return self.trail.call("reduce", lambda: self.values.reduce(x, op, self.device))
+        return self.trail.call(
+            "reduce", lambda: self.rejoin.once(lambda: self.values.reduce(x, op, self.device))
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers in global order; differentiable: the answer for in-batch negatives."""
         self.first_step.end()  # a loss over gathered rows is global already: nothing to compare
         in_loop = self.machine.current is not None  # its graph is of this life
         gathered = self.trail.call(
-            "gather", lambda: self.exchange.gather(x, self.machine.share), keep=not in_loop
+            "gather",
+            lambda: self.rejoin.once(lambda: self.exchange.gather(x, self.machine.share)),
+            keep=not in_loop,
         )
         assert isinstance(gathered, Tensor)
         return gathered
@@ -249,7 +253,9 @@ class Run:
         The model is in eval mode and no gradient is kept; with ema its averaged weights are evaluated.
         """
         self.keeping.pause("evaluate")
-        result: dict[str, float] = self.trail.call("evaluate", lambda: self._evaluate(model, loader, fn))
+        result: dict[str, float] = self.trail.call(
+            "evaluate", lambda: self.rejoin.call(lambda: self._evaluate(model, loader, fn))
+        )
         return dict(result)
 
     def _evaluate(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
@@ -282,11 +288,17 @@ class Run:
         average = self.averages.get(id(model))
         target = saving.target(path)
         self.keeping.pause("save")
-        if self.trail.moment("save") is None:
+        mark = self.trail.moment("save")
+        if mark is None:
             return target
         self.machine.drain(all_here=True)
-        with average.swapped() if average else contextlib.nullcontext():
-            saving.write_once(models.state(model), target, self.exchange)
+
+        def write() -> None:
+            with average.swapped() if average else contextlib.nullcontext():
+                saving.write_once(models.state(model), target, self.exchange)
+
+        self.rejoin.call(write, mark)
+        mark.done = True
         return target
 
     def checkpoint(self) -> Any:
@@ -314,12 +326,6 @@ class Run:
         """This rank's counters; called from the beat thread."""
         self.log_book.flush()
         return facts.beat(self.machine, self.rank, max((f.epochs for f in self.prepared.feeds), default=0))
-
-    def _after_loss(self, lost: Lost, step: int) -> None:
-        seats = self.member.roster() if self.member is not None and lost.peers else {}
-        decision = policy.after_loss(lost.peers, lost.reason, seats, self.rank, step)
-        if isinstance(decision, policy.Stop):
-            raise decision.error
 
     def _side_lost(self, outcome: Outcome) -> None:
         if isinstance(outcome, Lost):

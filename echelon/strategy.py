@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from echelon import coding, copying
 from echelon.errors import StrategyError
+from echelon.spelling import from_text, spell, unknown
+from echelon.spelling import need as _need
 
 FORMS = ("allreduce", "ps", "sharded", "auto")
 AXES = ("data", "tensor", "pipeline")
@@ -116,8 +118,8 @@ class Strategy:
     servers_share: float = -1.0
     """With ps and apply=worker: the part of the summing that servers take, 0 to 1; -1 takes what the hosts' links carry best."""
 
-    replicas: int = 0
-    """Copies of each server's state."""
+    replicas: int = -1
+    """Copies of what a server holds, on another one that takes over when it dies: 0 or 1; -1 is 1 where servers hold weights and are two or more."""
 
     level: int = 3
     """What sharded splits: 1 optimizer state, 2 and gradients, 3 and parameters."""
@@ -182,8 +184,18 @@ class Strategy:
             if getattr(self, f.name) != f.default
         }
 
+    @property
+    def servers_hold(self) -> bool:
+        """Weights and optimizer state lie on parameter servers."""
+        return self.form == "ps" and (self.apply == "server" or self.update in ("bounded", "async"))
+
+    def copies(self, num_servers: int) -> int:
+        """How many copies there are of what each server holds."""
+        wanted = self.replicas if self.replicas >= 0 else 1
+        return wanted if self.servers_hold and num_servers > 1 else 0
+
     def __str__(self) -> str:
-        rest = [f"{k}={_spell(v)}" for k, v in self.changed().items() if k != "form"]
+        rest = [f"{k}={spell(v)}" for k, v in self.changed().items() if k != "form"]
         return ",".join([self.form, *rest])
 
 
@@ -198,7 +210,7 @@ def parse(text: str) -> dict[str, Any]:
         key, eq, value = (s.strip() for s in item.partition("="))
         if not eq:
             if key not in FORMS:
-                raise _unknown(key, (*FORMS, *NAMES), "strategy")
+                raise unknown(key, (*FORMS, *NAMES), "strategy")
             key, value = "form", key
         if key in fields:
             what = f"two forms, {fields[key]} and {value}" if key == "form" else f"{key} twice"
@@ -223,10 +235,10 @@ def parse_set(items: Iterable[str]) -> dict[str, Any]:
 def read_field(key: str, value: Any) -> Any:
     """The value of one field from text or TOML, checked; `form` is allowed here."""
     if key != "form" and key not in NAMES:
-        raise _unknown(key, NAMES, "field")
+        raise unknown(key, NAMES, "field")
     hint = _HINTS[key]
     if isinstance(value, str) and hint is not str:
-        value = _from_text(key, value, hint)
+        value = from_text(key, value, hint)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if hint is str:
@@ -288,6 +300,16 @@ def require_whole(strategy: Strategy) -> None:
         f"Write update=bounded,staleness={strategy.staleness}.",
     )
     _need(
+        strategy.replicas in (-1, 0, 1),
+        f"replicas={strategy.replicas}: there is one copy of what a server holds, or none",
+        "With replicas=1 a server may die at any time; two at once are one too many.",
+    )
+    _need(
+        strategy.replicas < 1 or strategy.servers_hold,
+        "replicas=1 goes with ps where servers hold something: apply=server, update=bounded or async",
+        "With apply=worker every worker has everything, and servers only sum.",
+    )
+    _need(
         strategy.apply == "worker" or strategy.form == "ps",
         f"apply=server goes with ps, not with {strategy.form}",
         "Start it with --servers 1 --strategy ps,apply=server, or leave it out.",
@@ -313,6 +335,11 @@ def require_servers(strategy: Strategy, num_servers: int) -> None:
         f"--servers {num_servers} goes with the strategy ps, and this is {strategy.form}",
         f"Add --strategy ps: echelon run --servers {num_servers} --strategy ps train.py; or leave --servers out.",
     )
+    _need(
+        strategy.replicas < 1 or num_servers > 1,
+        "replicas=1 needs a second server to hold the copy, and this run has one",
+        "Start it with --servers 2, or leave replicas out.",
+    )
 
 
 def require_built(strategy: Strategy) -> None:
@@ -323,7 +350,7 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "backup", "replicas", "level", "schedule",
+        "data", "backup", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
@@ -333,30 +360,6 @@ def require_built(strategy: Strategy) -> None:
             f"this version of Echelon does not have {' nor '.join(missing)} yet",
             remedy="What works today: allreduce, and ps with update=sync, bounded, async and local (README, table of strategies).",
         )
-
-
-def _from_text(key: str, text: str, hint: Any) -> Any:
-    if hint is bool:
-        known = {
-            "true": True,
-            "1": True,
-            "yes": True,
-            "on": True,
-            "false": False,
-            "0": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() in known:
-            return known[text.lower()]
-        raise StrategyError(f"{key}={text} is neither true nor false")
-    if hint in (int, float):
-        try:
-            return hint(text)
-        except ValueError:
-            kind = "a whole number" if hint is int else "a number"
-            raise StrategyError(f"{key}={text} is not {kind}") from None
-    return text
 
 
 def _check_type(key: str, value: Any) -> None:
@@ -373,18 +376,3 @@ def _check_type(key: str, value: Any) -> None:
         return
     elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise StrategyError(f"{key}={value!r} must be {hint.__name__}")
-
-
-def _unknown(key: str, known: Iterable[str], what: str) -> StrategyError:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.4)
-    remedy = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
-    return StrategyError(f"unknown {what} {key!r}", remedy=remedy)
-
-
-def _need(ok: bool, message: str, remedy: str = "") -> None:
-    if not ok:
-        raise StrategyError(message, remedy=remedy)
-
-
-def _spell(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

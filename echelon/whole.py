@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import owed
+from echelon.checkpoint.handed import Handed
 from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.load import Saved
 from echelon.data import randomness
@@ -22,6 +23,9 @@ from echelon.errors import CheckpointError
 from echelon.mesh.layout import Key, Span
 from echelon.prepare import model as models
 from echelon.prepared import Prepared
+
+Source = Saved | Handed
+"""A checkpoint, or what another worker handed over."""
 
 _PREFIXED = re.compile(r"(model|optimizer)\d+/")
 
@@ -71,15 +75,16 @@ class Whole:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def holdings(self) -> list[Holding]:
-        """Every tensor. Weights and optimizer state rest until the next step; buffers change in forward."""
-        for prepared in self.machine.optimizers:
+    def holdings(self, handed: bool = False) -> list[Holding]:
+        """Every tensor. Weights and optimizer state rest until the next step; buffers change in forward. What is `handed` to a worker
+        that was started again is all of it, less what lies on servers."""
+        for prepared in self.machine.optimizers if not handed else ():
             prepared.fetch_state()
         named = [(name, param) for name, _, param in self._params()]
         names = {id(param): name for name, param in named}
         found = [self._hold(name, "value", param) for name, param in named]
         for model in self.prepared.models:
-            if self.world.rank == 0:
+            if self.world.rank == 0 or handed:
                 buffers = self._buffers(model)
                 found += [self._hold(name, "value", buffer, settled=False) for name, buffer, _ in buffers]
             average = self.prepared.averages.get(id(model))
@@ -119,9 +124,9 @@ class Whole:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         return Holding(place[0], tensor, place[1], self._everybody if settled and not own else (0,), settled)
 
-    def objects(self) -> dict[str, Any]:
+    def objects(self, handed: bool = False) -> dict[str, Any]:
         """Everything else, as plain data."""
-        for prepared in self.machine.optimizers:
+        for prepared in self.machine.optimizers if not handed else ():
             prepared.fetch_state()
         names = self._names()
         own_buffers: dict[str, Tensor] = {}
@@ -177,7 +182,7 @@ class Whole:
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def restore(self, saved: Saved, objects: dict[str, Any]) -> None:
+    def restore(self, saved: Source, objects: dict[str, Any]) -> None:
         """Everything there is, at the place where the run was left."""
         self.prepared.adopt_loose_parameters()  # their optimizer's state has to find its meeting
         for i in range(len(self.prepared.models)):
@@ -192,18 +197,19 @@ class Whole:
         if saved.world_size == self.world.size:
             for sync, layout in zip(self.machine.syncs, objects["layouts"], strict=False):
                 sync.lay(layout)
-        for prepared in self.machine.optimizers:
-            prepared.load_state()
-        dropped = owed.restore(self.machine.syncs, self._trained(), saved)
-        if dropped and self.world.rank == 0:
-            self.prepared.warn(dropped)
+        if isinstance(saved, Saved):  # what was handed over is on the servers already
+            for prepared in self.machine.optimizers:
+                prepared.load_state()
+            dropped = owed.restore(self.machine.syncs, self._trained(), saved)
+            if dropped and self.world.rank == 0:
+                self.prepared.warn(dropped)
         self._restore_random(saved, objects)
 
     def _of(self, kind: str) -> list[Any]:
         kinds = {"scheduler": self.prepared.schedulers, "scaler": self.prepared.scalers}
         return kinds.get(kind, self.prepared.tracked)
 
-    def restore_one(self, saved: Saved, objects: dict[str, Any], kind: str, index: int) -> None:
+    def restore_one(self, saved: Source, objects: dict[str, Any], kind: str, index: int) -> None:
         """One object, as it is prepared."""
         if kind == "model":
             self._restore_model(saved, objects, self.prepared.models[index], index)
@@ -222,7 +228,7 @@ class Whole:
                 remedy="Prepare and track the same objects in the same order as in the run that is resumed.",
             ) from error
 
-    def _restore_model(self, saved: Saved, objects: dict[str, Any], model: nn.Module, index: int) -> None:
+    def _restore_model(self, saved: Source, objects: dict[str, Any], model: nn.Module, index: int) -> None:
         here = set(saved.keys())
         if index >= len(objects["extra"]):
             return
@@ -245,7 +251,7 @@ class Whole:
         if objects["extra"][index]:
             models.unwrapped(model).load_state_dict(objects["extra"][index], strict=False)
 
-    def _read(self, saved: Saved, here: set[Key], key: Key, out: Tensor) -> None:
+    def _read(self, saved: Source, here: set[Key], key: Key, out: Tensor) -> None:
         if key not in here:
             near = difflib.get_close_matches(key.name, [k.name for k in here if k.slot == key.slot], n=1)
             raise CheckpointError(
@@ -279,7 +285,7 @@ class Whole:
         records = objects["optimizers"]
         return index >= len(records) or self._optimizer_names(index) == records[index]["names"]
 
-    def _restore_optimizer(self, saved: Saved, record: dict[str, Any], index: int) -> None:
+    def _restore_optimizer(self, saved: Source, record: dict[str, Any], index: int) -> None:
         optimizer = self.machine.optimizers[index].optimizer
         names = self._optimizer_names(index)
         if names != record["names"]:
@@ -313,17 +319,17 @@ class Whole:
                 else:
                     group[key_] = value
 
-    def _restore_random(self, saved: Saved, objects: dict[str, Any]) -> None:
-        """Each rank's own; a rank that was not there takes rank 0's, and numbers of its own for dropout."""
+    def _restore_random(self, saved: Source, objects: dict[str, Any]) -> None:
+        """Each rank's own; a rank that was not there takes another's, and numbers of its own for dropout."""
         cuda = self.world.device.type == "cuda"
         state = randomness.unpacked(objects["random"])
         randomness.restore(state if cuda else randomness.without_cuda(state))
-        if self.world.rank >= saved.world_size:
+        if self.world.rank >= saved.world_size or isinstance(saved, Handed):
             seed = self.prepared.strategy.seed
             torch.manual_seed(randomness.mix(seed, self.world.rank, saved.step, "dropout"))
 
 
-def _slot(saved: Saved, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:
+def _slot(saved: Source, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:
     """A tensor of an optimizer's state, in its old memory if there is any."""
     shape, dtype = saved.shape(key), saved.dtype(key)
     on_cpu = key.slot.endswith(".step") and not (group.get("capturable") or group.get("fused"))

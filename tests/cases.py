@@ -84,10 +84,16 @@ ROWS = {
     "echelon serve", "ps: servers reached from another host", "ps: garbage harms nobody", "ps: a client that stops holds up nobody", "ps: kill -9 of a client or a server in mid-call",
     "ps: the direct API equals torch's optimizers", "ps: a pull sees whole updates", "ps: wrong names and shapes are told to who caused them",
     "equality matrix with parameter servers", "every loop with parameter servers, or told why not", "ps: a lost step changes no bit",
+    "ps: the same answer while servers are killed", "ps: kill -9 of a server with a copy", "ps: 50 random kills of servers and workers in one run", "ps: both copies gone at once",
+    "ps: a copy takes over, and never less than was acknowledged",
     "ps: a checkpoint loads without servers, and the reverse", "ps: .grad of apply=server is never silently a part",
     "ps: sums in the order of ranks", "ps: a server's step is the sum's step", "ps: a push is provisional", "ps: norms are those of the sum",
     "ps: what is missing is named", "ps: workers that step differently are told", "ps: a worker that goes is told to those who wait",
     "ps: garbage of a worker is told to it alone", "ps: a server's state loads at any number of servers",
     "ps: two optimizers over one range keep states apart", "a worker killed among servers is named",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
+    # a killed worker is started again
+    "again: the decision", "again: groups that change", "again: the state is handed over", "again: no bit is changed",
+    "again: killed on its way back", "again: an exception ends the run", "again: killed before the first batch",
+    "again: nobody left", "again: evaluate and save", "again: on another host", "again: a storm",
 }  # fmt: skip

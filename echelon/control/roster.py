@@ -29,6 +29,11 @@ class Who(NamedTuple):
         return f"{self.role}-{self.rank}" if self.role == SERVER else str(self.rank)
 
 
+def partner(shard: int, rank: int, num_servers: int) -> int:
+    """Shard s of the servers' parameters lies on servers s and s + 1: the one of the two that is not `rank`."""
+    return (shard + 1) % num_servers if rank == shard else shard
+
+
 class Roster(Protocol):
     """What a rank knows of the others. Reading `term` and `stop_requested` costs nothing and never blocks."""
 
@@ -39,7 +44,8 @@ class Roster(Protocol):
     """True once somebody asked the run to end at a common step."""
 
     def roster(self) -> dict[int, dict[str, Any]]:
-        """Each worker that ever joined: {"state", "step", "host", "pid"}. Asks the coordinator; blocks up to 10 s."""
+        """Each worker that ever joined: {"state", "step", "host", "pid", "incarnation", "term"}, the last being that of its last change.
+        Asks the coordinator; blocks up to 10 s."""
 
     def servers(self) -> dict[int, dict[str, Any]]:
         """The same of each parameter server, with its "incarnation": a server that was started again has a higher one."""

@@ -33,6 +33,14 @@ class Ledger:
             self._seen.add(key)
             self.epochs.setdefault(micro.epoch, EpochLedger()).planned += len(micro.ids)
 
+    def unplan(self, part: Part) -> None:
+        """A part that was yielded comes again: until then it is not planned."""
+        micro = part.micro
+        key = (micro.epoch, micro.batch, micro.slice)
+        if key in self._seen:
+            self._seen.discard(key)
+            self.epochs[micro.epoch].planned -= len(micro.ids)
+
     def commit(self, part: Part, rank: int, size: int) -> None:
         """The step that this part belongs to was applied."""
         micro = part.micro

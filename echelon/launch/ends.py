@@ -7,8 +7,8 @@ from typing import Any
 
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.errors import PREEMPTED
-from echelon.events import Configured, Event, Failed
-from echelon.launch import blame
+from echelon.events import Beat, Configured, Event, Facts, Failed, WorkersBack
+from echelon.launch import blame, restart
 from echelon.launch.blame import Exit, Verdict
 
 IN_ORDER = (0, PREEMPTED)
@@ -24,12 +24,43 @@ class Ends:
         self.workers: dict[int, Exit] = {}
         self.servers: dict[int, Exit] = {}
         self.failures: list[Failed] = []
+        self.step = 0
+        self.training = False
+        self.replaced: dict[Who, Exit] = {}
+        """How those ended that were started again, until they are at work: if they never are, that was the first failure."""
+        self._rows: dict[Who, tuple[int, int]] = {}
+        """Who -> the run's step when it last ended, and how often it ended at that step."""
 
     def hear(self, event: Event) -> None:
         if isinstance(event, Failed):
             self.failures.append(event)
         elif isinstance(event, Configured):
             self.strategy = event.strategy
+        elif isinstance(event, Beat):
+            self.step = max(self.step, event.step)
+        elif isinstance(event, WorkersBack):
+            self.step = max(self.step, event.step)
+            for rank in event.ranks:
+                self.replaced.pop(Who(WORKER, rank), None)
+        self.training = self.training or isinstance(event, Facts) or self.step > 0
+
+    def follows(
+        self, who: Who, end: Exit, incarnation: int, world: tuple[int, int], stopping: bool
+    ) -> restart.Again | restart.GiveUp:
+        """Is it started again, in a run of so many workers and servers? If so, how it ended counts no more once its successor is at
+        work."""
+        before, count = self._rows.get(who, (-1, 0))
+        count = count + 1 if before == self.step else 1
+        self._rows[who] = (self.step, count)
+        spoke = any((f.role, f.rank) == tuple(who) for f in self.failures)
+        num_workers, num_servers = world
+        known = restart.Known(num_workers, self.training, stopping, spoke, count)
+        found = restart.after_end(who, end.code, incarnation, self.strategy, num_servers, known)
+        if isinstance(found, restart.Again):
+            self.forget(who)
+            if who.role == WORKER:
+                self.replaced[who] = end
+        return found
 
     def put(self, who: Who, end: Exit) -> None:
         (self.servers if who.role == SERVER else self.workers)[who.rank] = end
@@ -44,7 +75,15 @@ class Ends:
         return {Who(WORKER, rank) for rank in self.workers} | {Who(SERVER, rank) for rank in self.servers}
 
     def verdict(self) -> Verdict | None:
-        return blame.judge(self.workers, self.failures, self.servers)
+        """The first failure. Where there are only consequences, it is that of whoever was started again and never came to work."""
+        replaced = {who.rank: end for who, end in self.replaced.items() if who.role == WORKER}
+        found = blame.judge(self.workers, self.failures, self.servers)
+        if found is None or found.failed is None or not found.failed.consequence or not replaced:
+            return found
+        return blame.judge(self.workers | replaced, self._others(replaced), self.servers)
+
+    def _others(self, replaced: Iterable[int]) -> list[Failed]:
+        return [f for f in self.failures if f.role != WORKER or f.rank not in set(replaced)]
 
     def settle_s(self, num_workers: int) -> float:
         return blame.settle_s(self.workers, self.failures, num_workers, self.servers)

@@ -393,3 +393,6 @@ class AllReduceSync:
             slot.pending = slot.sealed = slot.late = slot.param.grad = None
         self.open = self.banked = False
         self._reset()
+
+    def renew(self) -> None:
+        self.build(self.active)

@@ -131,6 +131,10 @@ class GradSync(Protocol):
         """Parameters may have been frozen or thawed since; called between steps."""
         ...
 
+    def renew(self) -> None:
+        """The group is another one since: what lost operations may still write to is used no more. Only after forget()."""
+        ...
+
 
 class Applying(GradSync, Protocol):
     """A GradSync whose optimizer runs elsewhere (`applies_here` is False). Every rank calls the same in the same order."""
@@ -145,6 +149,10 @@ class Applying(GradSync, Protocol):
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         """The step of the optimizer of this number. Parameters have their new values when it gives Met."""
+        ...
+
+    def rejoin(self, brings: bool) -> None:
+        """In a new term on the servers: parameters here are those after the last commit. One worker brings them there."""
         ...
 
     def state(self, optimizer: int, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:

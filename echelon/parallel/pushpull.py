@@ -28,9 +28,9 @@ from echelon.parallel.buckets import Bucket, Slot
 from echelon.parallel.elsewhere import OnServers, not_here
 from echelon.parallel.gradsync import Groups, Share
 from echelon.parallel.wire import PlainWire
-from echelon.ps.pending import Pending
+from echelon.ps.held import Call, Held
 from echelon.ps.recipes import Recipe
-from echelon.ps.worker import Held, Servers, lost
+from echelon.ps.worker import Servers, lost
 
 
 class PushWire(PlainWire):
@@ -66,7 +66,7 @@ class PushSync(AllReduceSync):
             )
         self.model = model
         self.held = Held(servers, model, [(name, p) for name, p, _ in reversed(params)], group.rank)
-        self.pushed: dict[int, list[tuple[int, int, Pending]]] = {}
+        self.pushed: dict[int, list[tuple[int, int, Call]]] = {}
         """Bucket -> its pushes that have not been used."""
         self.filled: set[int] = set()
         """Slots that hold a gradient since their last step."""
@@ -277,6 +277,14 @@ class PushSync(AllReduceSync):
         self.stepped.clear()
         self.failed = None
         super().forget()
+
+    def rejoin(self, brings: bool) -> None:
+        """After Servers.enter(): this worker was there before, and its parameters are those after the last commit. One of those
+        workers brings them to the servers; it must be done before anybody steps or pulls."""
+        self.failed = None
+        self.pushed.clear()
+        self.held.bring() if brings else self.held.gather()
+        self._note_versions()
 
     # -- the step --------------------------------------------------------------------------------------------------
 

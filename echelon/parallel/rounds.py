@@ -27,7 +27,7 @@ from echelon.parallel.buckets import Slot
 from echelon.parallel.gradsync import Share
 from echelon.ps.meetings import Place, Verdict
 from echelon.ps.owned import Owned
-from echelon.ps.pending import Pending, Reply
+from echelon.ps.pending import Answered, Reply
 from echelon.ps.recipes import Recipe
 from echelon.ps.worker import Servers, lost
 
@@ -102,9 +102,7 @@ class LocalSync(AllReduceSync):
         if before is not None and rounds.rank == 0:
             self.momentum = before.momentum()
         number = rounds.servers.new_model()
-        self.copies = Copies(
-            rounds.servers, number, self._trained(), self.moments, rounds.rank, rounds.recipe
-        )
+        self.copies = Owned(rounds.servers, number, self._trained(), self.moments, rounds.rank, rounds.recipe)
         self.copies.open(self.momentum)
 
     # -- what it weighs --------------------------------------------------------------------------------------------
@@ -261,7 +259,7 @@ class Rounds:
             return Verdict(0, False, False, "nobody is waited for")
         self.servers.number(0)
         place = self._place(over)
-        replies = self._answered([copies.gather(place) for _, copies in self._copies()], "all workers")
+        replies = self._answered([copies.await_all(place) for _, copies in self._copies()], "all workers")
         for _, copies in self._copies():
             copies.taken()
         return _verdict(replies)
@@ -269,7 +267,7 @@ class Rounds:
     def _copies(self) -> list[tuple[LocalSync, Owned]]:
         return [(sync, sync.copies) for sync in self.syncs if sync.copies is not None]
 
-    def _answered(self, calls: Sequence[Sequence[Pending]], what: str) -> list[list[Reply]]:
+    def _answered(self, calls: Sequence[Sequence[Answered]], what: str) -> list[list[Reply]]:
         return [self.servers.wait(mine, what) for mine in calls]
 
 

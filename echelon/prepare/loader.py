@@ -314,6 +314,8 @@ class Feed:
         total = 0
         for loop in self.loops:
             again, loop.uncommitted = loop.uncommitted, []
+            for part in again:
+                self.ledger.unplan(part)
             loop.position, loop.group = loop.committed, []
             total += len(again)
             if loop.open:

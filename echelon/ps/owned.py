@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.ps.held import Call, Held
 from echelon.ps.keys import Holder
 from echelon.ps.local import NAME
 from echelon.ps.meetings import Place
-from echelon.ps.pending import Pending
 from echelon.ps.recipes import Recipe
-from echelon.ps.worker import Held, Servers
+from echelon.ps.worker import Servers
 
 
 class Owned(Held):
@@ -43,7 +43,7 @@ class Owned(Held):
     def open(self, momentum: Mapping[str, Tensor] | None = None) -> None:
         """The values are worker 0's, and the outer optimizer's momentum, if it had one. Blocks until all workers have opened."""
         self.follow()
-        self._gather()
+        self.gather()
         had = self._laid(momentum) if momentum and self.rank == 0 else []
         calls = []
         for index, link in enumerate(self.servers.links):
@@ -63,11 +63,11 @@ class Owned(Held):
 
     # -- meetings --------------------------------------------------------------------------------------------------
 
-    def meet(self, number: int, count: int, place: Place) -> list[Pending]:
+    def meet(self, number: int, count: int, place: Place) -> list[Call]:
         """This worker's copy, which weighs `count` samples, to a meeting of all. taken() makes it what was agreed on."""
         self.follow()
         if count:
-            self._gather()
+            self.gather()
         head = {"model": self.model, "number": number, "count": count, "place": place.to_plain()}
         return [
             link.call(f"{NAME}.meet", head, [x] if count else [], out=[x])
@@ -75,7 +75,7 @@ class Owned(Held):
         ]
 
     @torch.no_grad()
-    def add(self, place: Place) -> list[Pending]:
+    def add(self, place: Place) -> list[Call]:
         """How far this worker went since it last took values; taken() makes its copy what the servers have then."""
         self.follow()
         self.deltas = self.deltas or [x.zero_() for x in self.rooms()]
@@ -86,7 +86,7 @@ class Owned(Held):
         rooms = zip(self.servers.links, self.deltas, self.pulled, strict=True)
         return [link.call(f"{NAME}.add", head, [delta], out=[x]) for link, delta, x in rooms]
 
-    def gather(self, place: Place) -> list[Pending]:
+    def await_all(self, place: Place) -> list[Call]:
         """This worker waits for the others; taken() then gives it what the servers have."""
         head = {"model": self.model, "place": place.to_plain()}
         pulls = zip(self.servers.links, self.pulled, strict=True)

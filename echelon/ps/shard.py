@@ -1,19 +1,20 @@
 """What one server holds of one model: flat ranges in one memory, their optimizers' state, and what was pushed for them.
 
 A push is provisional: it counts when its optimizer steps, and can be taken back until then. Sums are taken in the order of
-ranks. Not for two threads at once.
+ranks. Where other servers hold the rest of the model, the version before the last update stays beside it, so that an update
+that did not happen everywhere can be undone. Not for two threads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.errors import UsageError, WireError
+from echelon.errors import EchelonError, UsageError, WireError
 from echelon.native import update
 from echelon.ps.optimizers import Range
 from echelon.ps.recipes import Recipe
@@ -40,19 +41,44 @@ class Arrived:
     by_key: dict[int, int] = field(default_factory=dict)
 
 
+class Before:
+    """The version before the last update, in memory of its own: the two take turns, at no more memory traffic."""
+
+    def __init__(self, memory: Tensor, spec: Sequence[Sequence[Any]]) -> None:
+        self.memory, self.values = memory, _views(spec, memory)
+        self.spare: dict[tuple[int, int], Range] = {}
+        self.last: tuple[tuple[int, int], ...] | None = None
+        """What the last update changed; None when there is nothing to go back to."""
+
+    def room(self, optimizer: int, key: int, recipe: Recipe) -> Range:
+        found = self.spare.get((optimizer, key))
+        if found is None:
+            return Range(recipe, self.values[key])
+        found.param = self.values[key]
+        return found
+
+
+def _views(spec: Sequence[Sequence[Any]], memory: Tensor) -> dict[int, Tensor]:
+    found = {}
+    for key, offset, numel, dtype in spec:
+        kind = DTYPES.get(dtype)
+        there = kind is not None and offset >= 0 and not offset % 64 and numel >= 0
+        if kind is None or not there or offset + numel * kind.itemsize > memory.numel():
+            raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
+        found[key] = memory[offset : offset + numel * kind.itemsize].view(kind)
+    return found
+
+
 class Shard:
     """`ranges` are [key, offset in bytes, elements, type]. The memory starts with rank 0's values."""
 
-    def __init__(self, ranges: Sequence[Sequence[Any]], memory: Tensor, num_workers: int) -> None:
+    def __init__(
+        self, ranges: Sequence[Sequence[Any]], memory: Tensor, num_workers: int, keeps: bool = False
+    ) -> None:
         self.spec = [tuple(r) for r in ranges]
         self.memory = memory.clone()
-        self.values: dict[int, Tensor] = {}
-        for key, offset, numel, dtype in self.spec:
-            kind = DTYPES.get(dtype)
-            there = kind is not None and offset >= 0 and not offset % 64 and numel >= 0
-            if kind is None or not there or offset + numel * kind.itemsize > self.memory.numel():
-                raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
-            self.values[key] = self.memory[offset : offset + numel * kind.itemsize].view(kind)
+        self.values = _views(self.spec, self.memory)
+        self.before = Before(torch.empty_like(memory), self.spec) if keeps else None
         self.arrived = [Arrived() for _ in range(num_workers)]
         self.ranges: dict[tuple[int, int], Range] = {}
         """(Optimizer, key) -> values and that optimizer's state: two that step one parameter do not share it."""
@@ -63,8 +89,16 @@ class Shard:
 
     # -- what workers push -----------------------------------------------------------------------------------------
 
-    def push(self, rank: int, number: int, keys: Sequence[Sequence[int]], request: Request) -> None:
-        """Each tensor of the request is the gradients of some keys, one behind the other."""
+    def push(
+        self,
+        rank: int,
+        number: int,
+        keys: Sequence[Sequence[int]],
+        request: Request,
+        used: Sequence[int] = (),
+    ) -> None:
+        """Each tensor of the request is the gradients of some keys, one behind the other. Those of `used` count no more: it comes a
+        second time, and they were used the first time."""
         mine = self.arrived[rank]
         if number in mine.pushes or len(keys) != len(request.tensors):
             raise WireError(
@@ -76,6 +110,11 @@ class Shard:
                 if key in mine.parts or key in found:
                     raise UsageError(f"worker {rank} pushed range {key} twice in one step")
                 found[key] = part
+        for key in used:
+            found.pop(key, None)
+        if not found:
+            request.answer()
+            return
         mine.parts.update(found)  # all of it, or nothing
         mine.by_key.update(dict.fromkeys(found, number))
         mine.pushes[number] = Push(request, set(found))
@@ -120,15 +159,16 @@ class Shard:
 
     # -- what they ask for together --------------------------------------------------------------------------------
 
-    def total(self, key: int) -> Tensor:
-        """The sum of all workers' parts, in the order of ranks. Belongs to the shard until the next call."""
+    def total(self, key: int, out: Tensor | None = None) -> Tensor:
+        """The sum of all workers' parts, in the order of ranks; in `out`, if it was not there before. Else it belongs to the shard until
+        the next call."""
         if key in self.sums:
             return self.sums[key]
         self._complete(key)
         first, *others = (mine.parts[key] for mine in self.arrived)
         if not others:
             return first
-        out = self._room(first)
+        out = self._room(first) if out is None else out
         torch.add(first, others[0], out=out)
         for part in others[1:]:
             out.add_(part)
@@ -158,28 +198,67 @@ class Shard:
             finite = finite and update.finite(self.sums[key])
         return found, finite
 
-    def apply(self, optimizer: int, groups: Sequence[tuple[Recipe, float, Sequence[int]]]) -> None:
-        """One step of an optimizer: of each group on its keys, with the group's factor times the summed gradient. All of it, or
-        nothing: what is missing is noticed before."""
-        for key in (key for _, _, keys in groups for key in keys):
+    def check(self, keys: Iterable[int]) -> None:
+        """Is everything there that a step of these needs?"""
+        for key in keys:
             self._complete(key)
-        for recipe, factor, keys in groups:
-            for key in keys:
-                self._range(optimizer, key, recipe).apply(self.total(key), scale=factor, numbers=recipe)
-        self.updates += 1
 
     def step(
         self,
         optimizer: int,
-        groups: Sequence[tuple[Recipe, Sequence[int]]],
-        sums: Mapping[int, Tensor],
-        factor: float,
+        groups: Sequence[tuple[Recipe, float, Sequence[int]]],
+        gradient: Callable[[int, Tensor | None], Tensor],
     ) -> None:
-        """As apply(), with gradients that were never pushed here."""
-        for recipe, keys in groups:
+        """One update: of each group on its keys, with the group's factor times the gradient. One that fails leaves everything as it was, if
+        the version before is kept."""
+        before, stepped = self.before, {}
+        for recipe, factor, keys in groups:
             for key in keys:
-                self._range(optimizer, key, recipe).apply(sums[key], scale=factor, numbers=recipe)
+                held = self._range(optimizer, key, recipe)
+                after = before.room(optimizer, key, recipe) if before is not None else None
+                held.apply(gradient(key, None), scale=factor, numbers=recipe, out=after)
+                if after is not None:
+                    stepped[optimizer, key] = after
+        if before is not None:
+            self._turn(before, stepped)
         self.updates += 1
+
+    def _turn(self, before: Before, stepped: dict[tuple[int, int], Range]) -> None:
+        """What was written beside is the version that counts now, and the other way round."""
+        keys = {key for _, key in stepped}
+        for key, value in self.values.items():
+            if key not in keys:
+                before.values[key].copy_(value)
+        before.spare.update({at: self.ranges[at] for at in stepped})
+        before.last = tuple(stepped)
+        self.ranges.update(stepped)
+        self.memory, before.memory = before.memory, self.memory
+        self.values, before.values = before.values, self.values
+        for (_, key), held in self.ranges.items():
+            held.param = self.values[key]
+
+    def undo(self) -> None:
+        """The last update did not happen."""
+        before = self.before
+        if before is None or before.last is None:
+            raise UsageError("the version before the last update is not kept here")
+        for at in before.last:
+            self.ranges[at], before.spare[at] = before.spare[at], self.ranges[at]
+        before.last = None
+        self.memory, before.memory = before.memory, self.memory
+        self.values, before.values = before.values, self.values
+        for (_, key), held in self.ranges.items():
+            held.param = self.values[key]
+        self.updates -= 1
+
+    def forget_pushes(self, error: EchelonError) -> None:
+        """What was pushed and not used is void: whoever pushed it is told why."""
+        for mine in self.arrived:
+            pushes, mine.pushes = mine.pushes, {}
+            mine.parts, mine.by_key = {}, {}
+            for push in pushes.values():
+                push.request.refuse(error)
+        self.sums = {}
 
     def _range(self, optimizer: int, key: int, recipe: Recipe) -> Range:
         held = self.ranges.get((optimizer, key))
@@ -187,10 +266,10 @@ class Shard:
             held = self.ranges[optimizer, key] = Range(recipe, self.values[key])
         return held
 
-    def used(self, keys: Sequence[int]) -> None:
-        """What was pushed for these keys has been used, or is not wanted: it may go."""
+    def used(self, keys: Sequence[int], only: int | None = None) -> None:
+        """What was pushed for these keys has been used, or is not wanted: it may go. `only` one worker's, if named."""
         for rank, mine in enumerate(self.arrived):
-            for key in keys:
+            for key in keys if only in (None, rank) else ():
                 if key in mine.parts:
                     self._used(rank, key)
 
@@ -208,6 +287,24 @@ class Shard:
             tensors += arrays.values()
         return told, tensors
 
+    def snapshot(self) -> tuple[list[list[Any]], list[Tensor]]:
+        """Every optimizer's state: [optimizer, key, recipe, steps, names], and the arrays of those names."""
+        told: list[list[Any]] = []
+        tensors: list[Tensor] = []
+        for (optimizer, key), held in self.ranges.items():
+            told.append([optimizer, key, held.recipe.to_plain(), held.step, list(held.arrays)])
+            tensors += held.arrays.values()
+        return told, tensors
+
+    def restore(self, told: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> None:
+        """What snapshot() gave; copies it."""
+        arrays = iter(tensors)
+        for optimizer, key, recipe, steps, names in told:
+            held = Range(Recipe.from_plain(recipe), self.values[key])
+            held.arrays = {name: next(arrays).clone() for name in names}
+            held.step = int(steps)
+            self.ranges[optimizer, key] = held
+
     def load(
         self,
         optimizer: int,
@@ -223,6 +320,8 @@ class Shard:
             if there:
                 held = found[key] = Range(recipes[key], self.values[key])
                 held.load({**arrays, **({"step": torch.tensor(float(steps))} if steps >= 0 else {})})
+        if self.before is not None:
+            self.before.last = None
         for key in recipes:
             self.ranges.pop((optimizer, key), None)
         self.ranges.update({(optimizer, key): held for key, held in found.items()})

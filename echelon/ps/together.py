@@ -42,6 +42,14 @@ class Together:
             if request.peer.rank != rank:
                 request.refuse(again(self._lost))
 
+    def renew(self, reason: str) -> None:
+        """A new term begins: what is waited for is void, and nobody is lost any more."""
+        with self._lock:
+            self._lost = None
+            waiting, self._waiting = [r for here in self._waiting.values() for r in here.values()], {}
+        for request in waiting:
+            request.refuse(PeerLost(reason))
+
     @property
     def lost(self) -> PeerLost | None:
         """A fresh error to raise, once a worker is gone."""

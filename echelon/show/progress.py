@@ -17,8 +17,10 @@ from echelon.events import (
     Event,
     Facts,
     Resumed,
+    ShardServed,
     StepLost,
     Warned,
+    WorkersBack,
 )
 from echelon.show.lines import Line, fold
 from echelon.show.state import Progress, number, rate
@@ -72,6 +74,8 @@ class Display:
         self._next_draw = self._next_plain = 0.0
         self._last_plain = ""
         self._told: set[str] = set()
+        self._alone: set[int] = set()
+        """Shards without a copy."""
         self._closed = False
 
     @property
@@ -88,12 +92,17 @@ class Display:
             self._warn(event.message, event.rank)
         elif isinstance(event, CheckpointSaved):
             self.say(*fold(saved_line(event)))
+        elif isinstance(event, ShardServed):
+            self._served(event)
         elif isinstance(event, Resumed):
             workers = f"{event.saved_by} worker{'s' * (event.saved_by != 1)}"
             for line in (f"goes on from step {event.step}, saved by {workers}: {event.path}", *event.lines):
                 self.say(*fold(line))
         elif isinstance(event, CheckpointFailed):
             self._warn(failed_text(event), None)
+        elif isinstance(event, WorkersBack):
+            who = f"worker{'s' * (len(event.ranks) != 1)} {', '.join(map(str, event.ranks))}"
+            self.say(*fold(f"{who} back at step {event.step}, {event.pause_s:.1f} s after the loss"))
         elif isinstance(event, StepLost) and self._new(f"lost {event.step} {event.reason}"):
             again = f"{event.batches} batch{'es' * (event.batches != 1)} run again"
             self.say(*fold(f"step {event.step} did not meet ({event.reason}): nothing was applied, {again}"))
@@ -104,6 +113,15 @@ class Display:
             if self._new(text):
                 self._warn(text, event.rank)
         self.tick()
+
+    def _served(self, event: ShardServed) -> None:
+        if event.moved:
+            self.say(*fold(f"{event.moved}: server {event.leader} has a copy and goes on in its place"))
+        elif event.copied and event.shard in self._alone:
+            self.say(
+                f"server {event.partner} has a copy again of what server {event.leader} holds (shard {event.shard})"
+            )
+        self._alone.discard(event.shard) if event.copied else self._alone.add(event.shard)
 
     def lines(self, lines: Sequence[Line]) -> None:
         """Shows what workers printed."""

@@ -70,6 +70,8 @@ def test_precedence():
         ("ps,update=local,compress=fp16", "take gradients as they are"),
         ("ps,update=local,checkpoint_every=5", "every worker counts its own"),
         ("allreduce,update=local", "goes with ps"),
+        ("ps,apply=server,replicas=2", "one copy of what a server holds, or none"),
+        ("ps,replicas=1", "servers hold something"),
     ],
 )
 def test_mistakes_teach(text, said):
@@ -80,7 +82,6 @@ def test_mistakes_teach(text, said):
 @pytest.mark.parametrize(
     "text",
     [
-        "ps,replicas=1",
         "ps,backup=1",
         "sharded",
         "tensor=2",
