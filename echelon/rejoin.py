@@ -132,7 +132,7 @@ class Rejoin:
         loop = self._loop()
         assert loop is not None
         self._meet(loop.mark)
-        self.world.groups.pretend(True)  # what the script still does in this iteration counts for nothing
+        self.world.pretend(True)  # what the script still does in this iteration counts for nothing
 
     def call(self, live: Callable[[], T], mark: Mark | None = None) -> T:
         """`live()`, in which all workers take part outside of a step. If one is lost in it, its successor comes to this very call (at
@@ -173,7 +173,7 @@ class Rejoin:
 
     def _go_on(self) -> None:
         """The lost iteration is over, and its batches come again."""
-        self.world.groups.pretend(False)
+        self.world.pretend(False)
         self.keeping.asked, self.keeping.prepared.saves = [], 0
 
     def _tell(self) -> None:
@@ -191,17 +191,18 @@ class Rejoin:
         self.known = ()
         handed = self._together(None)
         assert handed is not None
+        self.world.pretend(True)
         return handed
 
     def _arrived(self) -> None:
         """The script is where the others are, and everything is as they have it."""
+        self.world.pretend(False)
         for sync in self.machine.syncs:
             sync.renew()
             there = applying(sync)
             if there is not None:
                 there.rejoin(brings=False)
         self._even()
-        self.world.groups.pretend(False)
         self._on_the_way.__exit__()
 
     # -- everybody -----------------------------------------------------------------------------------------------
