@@ -42,7 +42,7 @@ from echelon.prepare.trail import Mark
 SEATED_S = 60.0
 """How long the others wait for whoever was killed to sit there again; its script may take longer to come to their place."""
 
-NEWS_S = 3.0
+NEWS_S = 10.0
 """How long after a loss the coordinator may take to hear whose it was."""
 
 READY_S = 1800.0
