@@ -67,8 +67,9 @@ class Rejoin:
         self.known = (0,) * self.world.size
         """Whom this worker acts with: incarnations by rank."""
         self.tried = 0
+        self._stepped = self.known
+        """Whom it made its last step with; () when it has made none."""
         self._lost_at = 0.0
-        self._back: list[int] = []
         self._on_the_way = activity.inside(activity.COMING)
         self.machine.after_loss = self._after_loss
         self.machine.regroup = self._regroup_in_step
@@ -84,7 +85,7 @@ class Rejoin:
         return isinstance(self._judge(lost, why_not, step), policy.Regroup)
 
     def _judge(self, lost: Lost, why_not: str, step: int, what: str = "") -> policy.Replay | policy.Regroup:
-        seats = self.member.roster() if self.member is not None and lost.peers else {}
+        seats = self._seats() if self.member is not None and lost.peers else {}
         found = policy.after_loss(lost.peers, lost.reason, seats, self.world.rank, step, why_not, what)
         if isinstance(found, policy.Stop):
             raise found.error
@@ -177,18 +178,22 @@ class Rejoin:
         self.keeping.asked, self.keeping.prepared.saves = [], 0
 
     def _tell(self) -> None:
-        """The first step of a new term."""
-        if self._back:
+        """After every step: the first of a new term is told by the lowest rank that was there before."""
+        if self._stepped == self.known:
+            return
+        pairs = list(zip(self._stepped, self.known, strict=False))
+        back = [rank for rank, (before, now) in enumerate(pairs) if before != now]
+        if next((rank for rank in range(len(pairs)) if rank not in back), None) == self.world.rank:
             pause_s, step = time.monotonic() - self._lost_at, self.machine.counters.global_step
-            self.keeping.emit(WorkersBack(rank=self.world.rank, ranks=self._back, step=step, pause_s=pause_s))
-        self._back, self._lost_at = [], 0.0
+            self.keeping.emit(WorkersBack(rank=self.world.rank, ranks=back, step=step, pause_s=pause_s))
+        self._stepped, self._lost_at = self.known, 0.0
 
     # -- the newcomer --------------------------------------------------------------------------------------------
 
     def come_back(self) -> Handed:
         """This worker was started again: gets the run's state. Its script has to find its way from the top."""
         self._on_the_way.__enter__()
-        self.known = ()
+        self.known = self._stepped = ()
         handed = self._together(None)
         assert handed is not None
         self.world.pretend(True)
@@ -290,7 +295,6 @@ class Rejoin:
         # handed
         handed = None
         if rank == giver and mark is not None:
-            self._back = needy
             whole = self.keeping.handed(mark)
             for peer in needy:
                 _over(group.send(torch.tensor([len(whole)]), peer, TAG))
