@@ -83,10 +83,11 @@ class Route:
         return self.link.local
 
     def buffer(self, num_bytes: int) -> Tensor:
+        """See Link.buffer; while nobody leads the shard, memory that is not shared."""
         try:
             return self.link.buffer(num_bytes)
-        except LinkLost:  # the next call finds a successor, which shares memory of its own
-            return torch.zeros(num_bytes, dtype=torch.uint8)
+        except LinkLost:
+            return torch.empty(num_bytes, dtype=torch.uint8)
 
     def release(self, buffer: Tensor) -> None:
         self.link.release(buffer)
