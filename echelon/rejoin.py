@@ -70,7 +70,6 @@ class Rejoin:
         self._stepped = self.known
         """Whom it made its last step with; () when it has made none."""
         self._lost_at = 0.0
-        self._on_the_way = activity.inside(activity.COMING)
         self.machine.after_loss = self._after_loss
         self.machine.regroup = self._regroup_in_step
         self.machine.before_replay = self._go_on
@@ -192,7 +191,6 @@ class Rejoin:
 
     def come_back(self) -> Handed:
         """This worker was started again: gets the run's state. Its script has to find its way from the top."""
-        self._on_the_way.__enter__()
         self.known = self._stepped = ()
         handed = self._together(None)
         assert handed is not None
@@ -208,7 +206,7 @@ class Rejoin:
             if there is not None:
                 there.rejoin(brings=False)
         self._even()
-        self._on_the_way.__exit__()
+        activity.coming.__exit__()
 
     # -- everybody -----------------------------------------------------------------------------------------------
 

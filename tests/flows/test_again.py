@@ -193,9 +193,7 @@ def test_a_worker_killed_before_the_first_batch_ends_the_run(start_run, tmp_path
     )
     before = segments()
     running = start_run(script, "0", "1", workers=3, options=SERVED)
-    running.until(
-        lambda: running.pid("worker", 2) and running.shows("3 workers and 2 servers are here"), WAIT_S
-    )
+    running.until(lambda: events(running, "Configured"), WAIT_S)  # all have met in init
     running.kill("worker", 2)
     result = running.wait(WAIT_S)
     assert result.code == 137
