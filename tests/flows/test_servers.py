@@ -84,7 +84,10 @@ LONG = """
 """
 """Trains until it is ended; some of its parameters are cut over both servers."""
 
-WAYS = {"servers sum": ("--set", "servers_share=1"), "servers apply": ("--set", "apply=server")}
+WAYS = {
+    "servers sum": ("--set", "servers_share=1"),
+    "servers apply": ("--set", "apply=server", "--set", "replicas=0"),
+}
 
 CLIPPED = """
     import torch, echelon
