@@ -45,6 +45,12 @@ class World:
     """The parameter servers of this run."""
     worker_hosts: tuple[str, ...] = ()
 
+    def pretend(self, so: bool) -> None:
+        """Nothing counts, and nobody is asked for anything: until pretend(False)."""
+        self.groups.pretend(so)
+        if self.servers is not None:
+            self.servers.pretend(so)
+
     def close(self) -> None:
         self.groups.close()
         if self.servers is not None:

@@ -112,6 +112,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.site",
     "echelon.ps.held",
     "echelon.ps.worker",
+    "echelon.ps.pretend",
     "echelon.ps.steps",
 )
 """Needs torch, while the rest of its package does not."""
