@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,11 +22,16 @@ from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.pushpull import PushSync
+from echelon.parallel.rounds import Around, LocalSync, Rounds
 from echelon.parallel.stale import FreeSync, StaleSync
 from echelon.parallel.sums import SumWire, servers_share
 from echelon.parallel.wire import PlainWire, Wire
+from echelon.ps.owned import outer_recipe
 from echelon.ps.worker import Servers
 from echelon.strategy import Strategy, require_built, require_whole
+
+if TYPE_CHECKING:
+    from echelon.step import Machine
 
 
 @dataclass
@@ -80,6 +86,7 @@ def grad_sync(
     params: Sequence[tuple[str, nn.Parameter, bool]],
     group: Group,
     world: World,
+    rounds: Rounds | None = None,
 ) -> AllReduceSync:
     """How this strategy lets the gradients of one model meet."""
     compression = coding.read(strategy.compress)
@@ -87,6 +94,8 @@ def grad_sync(
         "bucket_bytes": int(strategy.bucket_mib * MIB),
         "first_bucket_bytes": int(strategy.first_bucket_mib * MIB),
     }
+    if rounds is not None:
+        return LocalSync(params, world.device, rounds, **sizes)
     if world.servers is not None and strategy.update in ("bounded", "async"):
         if strategy.clip_norm and len(world.servers) > 1:
             raise StrategyError(
@@ -108,9 +117,23 @@ def grad_sync(
     return AllReduceSync(params, group, wire=wire, **sizes)
 
 
+def rounds(strategy: Strategy, world: World, machine: Machine) -> Rounds | None:
+    """How copies of models meet; None where workers do not train copies."""
+    if strategy.update != "local" or world.servers is None:
+        return None
+    recipe = outer_recipe(strategy.outer, strategy.outer_lr, strategy.outer_momentum)
+    around = Around(
+        before_change=lambda: machine.before_change(),
+        following=lambda: machine.following(),
+        in_loop=lambda: machine.current is not None,
+        trained=lambda: {id(p) for optimizer in machine.optimizers for p in optimizer.params()},
+    )
+    return Rounds(world.servers, world.rank, strategy.local_steps, strategy.outer == "geo", recipe, around)
+
+
 def cut(strategy: Strategy, world: World) -> Cut:
     """How this strategy cuts batches."""
-    if strategy.update == "async":
+    if strategy.alone:
         alone = Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches)
         return replace(alone, first=world.rank, every=world.size)
     return Cut(

@@ -110,7 +110,7 @@ class Keeping:
         self.machine.following = lambda: trail.following
         self.machine.before_change = self._before_change
         self.machine.at_commit.append(self._committed)
-        self.machine.at_bare_step = self._bare_step
+        self.machine.at_bare_step = self.bare_step
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Keeping:
         ):  # a loop that was left open, cleared away while the interpreter ends: no thread can start
             self._final(loop.mark, may_leave=not loop.abandoned)
 
-    def _bare_step(self, whole: bool) -> None:
+    def bare_step(self, whole: bool) -> None:
         """A step outside any loop over a loader is over; `whole`, when no other optimizer's gradient waits for its own."""
         mark = self.trail.stepped()
         if mark is not None and whole:

@@ -21,6 +21,7 @@ from echelon.env import Place
 from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
 from echelon.keeping import Keeping
+from echelon.loop import Yielding
 from echelon.parallel import backward, clip, norm
 from echelon.parallel.average import Average
 from echelon.parallel.exchange import Exchange, ReduceOp
@@ -76,27 +77,25 @@ class Run:
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
         self._num_phases = 0
-        own = (
-            Exchange(AloneGroup(self.device), self._side_lost)
-            if strategy.update == "async"
-            else self.exchange
-        )
+        own = Exchange(AloneGroup(self.device), self._side_lost) if strategy.alone else self.exchange
         self.normaliser = Normaliser(self.machine, own)
         self.machine.on_lost += [self.normaliser.forget, self.log_book.forget]
-        self.first_step = FirstStep(self.machine, self.exchange, self._warn)
+        self.first_step = FirstStep(self.machine, own, self._warn)
         self.first_step.draws = lambda: facts.tell_draws(self)
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
         self.machine.global_loss = self.values.global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
-        if strategy.update == "async":
+        if strategy.alone:
             self.machine.all_here = self._all_here
+        if self.prepared.rounds is not None:
+            self.machine.loop_over, self.machine.at_bare_step = self._loop_over, self._bare_step
         if strategy.strict:
             self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
         self.machine.after_apply.append(self._after_apply)
         backward.watch_checkpoints()
         if member is not None:
             member.report = self.beat
-            member.at_end = self.keeping.check_arrived
+            member.at_end = self._at_end
         self.rejoin = Rejoin(self.keeping, self.first_step)
         self.keeping.begin(self.rejoin.come_back() if place.incarnation else None)
 
@@ -340,11 +339,37 @@ class Run:
                 average.update()
 
     def _all_here(self) -> None:
-        """Under async every worker counts its own steps: the largest count is the run's once all are at one place."""
+        """Under async and local every worker counts its own steps: the largest count is the run's once all are at one place."""
+        if self.prepared.rounds is not None:
+            self.prepared.rounds.gather()
         told = torch.tensor([float(self.global_step), float(self.keeping.stopping)])
         self._side_lost(self.world.side.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
         self.machine.counters.global_step = int(told[0])
         self.machine.gathered, self.machine.leaving = True, bool(told[1])
+
+    def _loop_over(self, loop: Yielding) -> None:
+        """Under local all copies are the same after a loop that is in no other; who left it in its middle is waited for at the next such
+        place: maybe an error did, and it must be heard of now."""
+        self.machine.drain()
+        rounds = self.prepared.rounds
+        assert rounds is not None
+        if any(other is not loop for other in self.machine.open_loops):
+            return
+        if self.trail.following or loop.abandoned:
+            rounds.pass_by()
+        else:
+            rounds.gather()
+
+    def _bare_step(self, whole: bool) -> None:
+        if whole and self.prepared.rounds is not None:
+            self.prepared.rounds.step_over()
+        self.keeping.bare_step(whole)
+
+    def _at_end(self) -> None:
+        """The script came to its end."""
+        self.keeping.check_arrived()
+        if self.prepared.rounds is not None:
+            self.prepared.rounds.gather()
 
     def _first_batch(self, part: Part) -> None:
         """Until here all ranks drew alike (weights, splits of the data); from now on each draws its own dropout."""

@@ -42,9 +42,10 @@ class Machine:
         self.before_apply: list[Callable[[Stepping], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.at_first_begin: list[Callable[[Part], None]] = []
-        self.alone = Share(weight=1.0 if strategy.update == "async" else 1.0 / size)
+        self.alone = Share(weight=1.0 if strategy.alone else 1.0 / size)
         self.all_here: Callable[[], None] = lambda: None
-        """Waits for all workers, where they are not at one place by themselves (async)."""
+        self.loop_over: Callable[[Yielding], None] = lambda loop: self.drain()
+        """Waits for all workers, where they are not at one place by themselves (async, local); called when a loop is over."""
         self.gathered = self.leaving = False
         """That happened, and nothing since; some worker is there because the run is to stop."""
         self.share = self.alone
@@ -122,6 +123,7 @@ class Machine:
             last=micro.last,
             sums_to_one=not sums and micro.total == len(micro.ids),
             number=self.begins,
+            count=part.count,
         )
 
     def set_share(self, share: Share) -> None:
@@ -131,7 +133,7 @@ class Machine:
 
     def end_loop(self, loop: Yielding) -> None:
         """A loader's loop is over: what is around it (an outer loop, or nothing) is current again."""
-        self.drain()
+        self.loop_over(loop)
         self.last_loop = loop.rank_samples
         if loop in self.open_loops:
             self.open_loops.remove(loop)

@@ -91,6 +91,7 @@ class Whole:
             if average is not None:
                 pairs = zip(average.live, average.shadow, strict=True)
                 found += [self._hold(names[id(live)], "ema", shadow) for live, shadow in pairs]
+        own = self.prepared.strategy.update == "local"
         seen = {holding.key.name for holding in found if holding.key.slot == "value"}
         for i, prepared in enumerate(self.machine.optimizers):
             optimizer = prepared.optimizer
@@ -99,8 +100,8 @@ class Whole:
                     if name not in seen:  # a parameter of no prepared model
                         found.append(self._hold(name, "value", param))
                     for slot, value in optimizer.state.get(param, {}).items():
-                        if isinstance(value, Tensor):
-                            found.append(self._hold(name, f"optimizer{i}.{slot}", value))
+                        if isinstance(value, Tensor) and not (own and self.world.rank):
+                            found.append(self._hold(name, f"optimizer{i}.{slot}", value, own=own))
         if self.prepared.strategy.compress != "none":
             found += owed.holdings(self.machine.syncs, self._trained())
         return found
@@ -115,13 +116,13 @@ class Whole:
                 known = {id(p): name for name, p in zip(mine, group["params"], strict=True)} | known
         return known
 
-    def _hold(self, name: str, slot: str, tensor: Tensor, settled: bool = True) -> Holding:
+    def _hold(self, name: str, slot: str, tensor: Tensor, settled: bool = True, own: bool = False) -> Holding:
         place = self._places.get((name, slot))
         shape = tuple(tensor.shape)
         if place is None or place[1].shape != shape:
             place = self._places[name, slot] = (Key(name, slot), Span.whole(shape))
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        return Holding(place[0], tensor, place[1], self._everybody if settled else (0,), settled)
+        return Holding(place[0], tensor, place[1], self._everybody if settled and not own else (0,), settled)
 
     def objects(self, handed: bool = False) -> dict[str, Any]:
         """Everything else, as plain data."""
@@ -129,7 +130,8 @@ class Whole:
             prepared.fetch_state()
         names = self._names()
         own_buffers: dict[str, Tensor] = {}
-        if not self.prepared.strategy.sync_batchnorm and self.world.rank:
+        strategy = self.prepared.strategy
+        if (not strategy.sync_batchnorm or strategy.update == "local") and self.world.rank:
             for model in self.prepared.models:
                 own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
         return {
@@ -156,7 +158,27 @@ class Whole:
                 if rest:
                     state[name] = rest
         slots = list(dict.fromkeys(slot for entry in optimizer.state.values() for slot in entry))
-        return {"groups": groups, "names": names, "state": state, "slots": slots}
+        return {
+            "groups": groups,
+            "names": names,
+            "state": state,
+            "slots": slots,
+            "own": self._own(index, names),
+        }
+
+    def _own(self, index: int, names: list[list[str]]) -> dict[str, dict[str, Tensor]]:
+        """With update=local every worker's optimizer has a state of its own: worker 0's lies with the weights, the others' with the rest."""
+        if self.prepared.strategy.update != "local" or not self.world.rank:
+            return {}
+        optimizer = self.machine.optimizers[index].optimizer
+        pairs = [
+            (name, optimizer.state.get(param, {}))
+            for group, mine in zip(optimizer.param_groups, names, strict=True)
+            for name, param in zip(mine, group["params"], strict=True)
+        ]
+        return {
+            name: {k: v for k, v in kept.items() if isinstance(v, Tensor)} for name, kept in pairs if kept
+        }
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -284,6 +306,8 @@ class Whole:
                 for key in slots.get(name, ()):
                     slot = key.slot.partition(".")[2]
                     state[slot] = _slot(saved, key, param, group, optimizer.state.get(param, {}).get(slot))
+                if saved.world_size == self.world.size:
+                    state |= {slot: x.clone() for slot, x in record.get("own", {}).get(name, {}).items()}
                 if state:
                     order = {slot: at for at, slot in enumerate(record["slots"])}
                     optimizer.state[param] = dict(sorted(state.items(), key=lambda item: order[item[0]]))

@@ -53,6 +53,10 @@ ROWS = {
     "ps and servers go together", "servers start, serve and leave with the run", "a server's seat is its own",
     "a killed server is named", "a server that fails is told last", "SIGTERM to a server", "a stopped server is named",
     "servers leave nothing", "servers dealt over hosts", "servers on two hosts", "servers on hosts of their own", "ps in plain python", "ps and --resume",
+    "ps,update=local: who goes on after a meeting", "ps,update=local: one worker is plain torch",
+    "ps,update=local: a step each and the mean is accumulation", "ps,update=local: copies meet as in a simulation",
+    "ps,update=local: every sample once", "ps,update=local: SIGTERM and --resume", "ps,update=local: resumed with the same bits",
+    "ps,update=local: a killed worker is named", "ps,update=local: a loop that is left",
     "a killed server on another host", "what is started again takes its old seat", "who speaks for whom",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",

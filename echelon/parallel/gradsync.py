@@ -35,6 +35,9 @@ class Share:
     number: int = 0
     """Of the micro-step, since the start: the same on every rank that is in the same place."""
 
+    count: int = 1
+    """Samples of this micro-step that are this rank's."""
+
     closing: float = 1.0
     """Multiplies what the group holds when it meets: 1 / tokens where the normaliser is known only then."""
 

@@ -73,6 +73,7 @@ class Loop:
         machine, trail, saved, whole = self.feed.machine, self.feed.trail, self.saved, False
         if saved is not None and saved.done and not self._runs_again(saved):
             self.open = False
+            machine.loop_over(self)
             self.mark.value = saved.value
             trail.leave(self.mark)
             trail.arrived_at(saved)

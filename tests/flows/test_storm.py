@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import sys
@@ -103,4 +104,4 @@ def pause(steps: list[float], when: float) -> float:
         return 10.0
     later = [t for t in ends if t < when + 2] or ends[:1]
     near = [first[-1], *later]
-    return max(b - a for a, b in zip(near, near[1:], strict=False)) if len(near) > 1 else ends[0] - first[-1]
+    return max(b - a for a, b in itertools.pairwise(near))

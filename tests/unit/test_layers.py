@@ -23,6 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "clock",
         "env",
         "coding",
+        "spelling",
+        "copying",
         "strategy",
         "event",
         "events",
@@ -114,6 +116,9 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.worker",
     "echelon.ps.pretend",
     "echelon.ps.steps",
+    "echelon.ps.outer",
+    "echelon.ps.local",
+    "echelon.ps.owned",
 )
 """Needs torch, while the rest of its package does not."""
 
