@@ -110,6 +110,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.session",
     "echelon.ps.copies",
     "echelon.ps.mirror",
+    "echelon.ps.judge",
     "echelon.ps.route",
     "echelon.ps.site",
     "echelon.ps.held",
