@@ -97,6 +97,18 @@ def check(*tensors: Tensor) -> None:
             )
 
 
+def check_one(x: Tensor, like: Tensor) -> None:
+    """check() of one more tensor, where `like` went through it."""
+    if (
+        x.dtype is not like.dtype
+        or x.numel() != like.numel()
+        or x.dim() != 1
+        or x.device.type != "cpu"
+        or not x.is_contiguous()
+    ):
+        check(like, x)
+
+
 def _carried(pair: Versions) -> Tensor:
     """The twins work in place: on the version after the step."""
     before, after = pair

@@ -72,6 +72,8 @@ class PushSync(AllReduceSync):
         """Slots that hold a gradient since their last step."""
         self.changed: set[int] = set()
         """Buckets whose content differs from what was pushed."""
+        self.ours: set[int] = set()
+        """Those among them of which nothing is on the servers."""
         self.there: set[int] = set()
         """Slots whose gradient, as it is here, is on the servers and has not been used."""
         self.stepped: dict[int, float] = {}
@@ -95,6 +97,7 @@ class PushSync(AllReduceSync):
 
     def _plan(self) -> None:
         self.runs = []
+        self.ours.clear()
         for bucket in self.buckets:
             origin = bucket.flat.storage_offset()
             starts = [int(s.view.storage_offset() - origin) for s in bucket.slots if s.view is not None]
@@ -153,6 +156,9 @@ class PushSync(AllReduceSync):
 
     def _reclaim(self, bucket: Bucket) -> None:
         """The bucket's memory is ours again, if it was pushed, and differs from what the servers have."""
+        if bucket.index in self.ours:  # asked once a slot, and a bucket may have thousands
+            return
+        self.ours.add(bucket.index)
         self.there.difference_update(s.index for s in bucket.slots)
         pushes = self.pushed.pop(bucket.index, None)
         if pushes:
@@ -185,6 +191,7 @@ class PushSync(AllReduceSync):
         for slot in bucket.slots:
             self._stay(slot)
         self.changed.discard(bucket.index)
+        self.ours.discard(bucket.index)
         self.there.update(s.index for s in bucket.slots)
         flat = bucket.flat if bucket.flat.device.type == "cpu" else bucket.flat.cpu()
         pushes = self._safely(lambda: self.held.push(flat, self.runs[bucket.index]))

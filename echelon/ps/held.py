@@ -19,6 +19,9 @@ from echelon.ps.worker import Servers
 
 Call = Pending | Routed
 
+SMALL_NUMEL = 16 * 1024
+"""Ranges up to this are put together before they are compared: there may be thousands, and a call each takes longer than the copy."""
+
 
 class Held:
     """See the module. `params` are (name, parameter) in the order of the backward pass.
@@ -69,8 +72,15 @@ class Held:
     def edited(self) -> bool:
         """Did the script write into parameters since they were pulled? Sees every bit, also what was written past autograd's
         counters (`p.data.clamp_()`)."""
-        live, memory = self._pairs
-        return not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(live, memory, strict=True))
+        small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for a, b in zip(*self._pairs, strict=True):
+            if a.numel() <= SMALL_NUMEL:
+                lives, memories = small.setdefault(a.dtype, ([], []))
+                lives.append(a)
+                memories.append(b)
+            elif not torch.equal(_bits(a), _bits(b)):
+                return True
+        return not all(torch.equal(_bits(torch.cat(a)), _bits(torch.cat(b))) for a, b in small.values())
 
     def open(self) -> None:
         """Every worker opens; the values are worker 0's. Blocks until they are there. A worker that was started again takes what the

@@ -7,6 +7,7 @@ is one more layout of the same tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +86,8 @@ class Range:
     def __init__(self, recipe: Recipe, param: Tensor) -> None:
         update.check(param)
         self.recipe, self.param, self.step = recipe, param, 0
+        self._known: tuple[Tensor, Tensor] | None = None
+        """Memory before and after a step that was looked at and found right."""
         self.arrays: dict[str, Tensor] = {}
         if recipe.name == "adagrad":  # the only one whose state is there before the first step
             self.arrays["sum"] = torch.full_like(param, float(recipe.numbers["initial_accumulator_value"]))
@@ -100,18 +103,25 @@ class Range:
         step by one recipe, it is cheaper to give that."""
         recipe, step = self._recipe(numbers), self.step + 1
         after = self if out is None else out
-        update.check(self.param, after.param, grad)
-        if out is not None and out.param.data_ptr() == self.param.data_ptr() and self.param.numel():
-            raise UsageError(
-                "the next version of a range needs memory of its own", remedy="Make it with Range.another()."
-            )
-        arrays = {
-            name: self._versions(name, after) if used else None for name, used in _arrays(recipe).items()
-        }
-        settled = _settled(recipe, step, scale, first="momentum_buffer" not in self.arrays)
-        kind = "adam" if recipe.name == "adamw" else recipe.name
-        update.step_checked(kind, (self.param, after.param), grad, arrays, settled)
+        self._check(after, grad)
+        plan = _plan(recipe, step, scale, "momentum_buffer" not in self.arrays)
+        arrays = {name: self._versions(name, after) if used else None for name, used in plan.arrays}
+        update.step_checked(plan.kind, (self.param, after.param), grad, arrays, plan.settled)
         self._keep(after, recipe, step, arrays)
+
+    def _check(self, after: Range, grad: Tensor) -> None:
+        """What update.check() sees to. A range's own memory is looked at when it is new here: there may be thousands of ranges."""
+        param, known = self.param, self._known
+        if known is None or known[0] is not param or known[1] is not after.param:
+            update.check(param, after.param, grad)
+            if after is not self and after.param.data_ptr() == param.data_ptr() and param.numel():
+                raise UsageError(
+                    "the next version of a range needs memory of its own",
+                    remedy="Make it with Range.another().",
+                )
+            self._known = (param, after.param)
+        else:
+            update.check_one(grad, param)
 
     def another(self) -> Range:
         """Memory for another version of this range, for `out`."""
@@ -172,13 +182,47 @@ class Range:
         self, after: Range, recipe: Recipe, step: int, arrays: Mapping[str, update.Versions | None]
     ) -> None:
         """What the step left, once it is done: the version after it is whole or as before."""
-        kept = {name: x for name, x in self.arrays.items() if arrays.get(name) is None}
+        kept: dict[str, Tensor] = {}
+        for name, x in self.arrays.items():
+            if (
+                arrays.get(name) is None
+            ):  # not used by this step, such as the buffer of a momentum that is 0 now
+                kept[name] = x if after is self else x.clone()
+        for name, pair in arrays.items():
+            if pair is not None:
+                kept[name] = pair[1]
+        after.arrays, after.recipe, after.step = kept, recipe, step
+
+
+class _Plan(NamedTuple):
+    """What is the same for all ranges that step alike."""
+
+    recipe: Recipe
+    step: int
+    scale: float
+    first: bool
+    kind: str
+    arrays: tuple[tuple[str, bool], ...]
+    settled: dict[str, Number]
+
+
+_last: list[_Plan] = []
+"""The last one made. Ranges step one after the other by one recipe; two threads that take turns make it anew."""
+
+
+def _plan(recipe: Recipe, step: int, scale: float, first: bool) -> _Plan:
+    for plan in _last[:]:
         if (
-            after is not self
-        ):  # arrays that this step did not use, such as the buffer of a momentum that is 0 now
-            kept = {name: x.clone() for name, x in kept.items()}
-        after.arrays = kept | {name: pair[1] for name, pair in arrays.items() if pair is not None}
-        after.recipe, after.step = recipe, step
+            plan.recipe is recipe
+            and (plan.step, plan.scale, plan.first) == (step, scale, first)
+            and scale != 0
+        ):
+            return plan
+    kind = "adam" if recipe.name == "adamw" else recipe.name
+    settled = _settled(recipe, step, scale, first)
+    plan = _Plan(recipe, step, scale, first, kind, tuple(_arrays(recipe).items()), settled)
+    _last[:] = [plan]
+    return plan
 
 
 def _arrays(recipe: Recipe) -> dict[str, bool]:
