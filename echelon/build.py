@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import nn
 
 from echelon import coding
+from echelon.apart import Apart
 from echelon.comm.codecs.plan import pays
 from echelon.comm.group import Group
 from echelon.comm.pick import Groups, backend_for, device_for
@@ -100,11 +101,19 @@ def grad_sync(
     return AllReduceSync(params, group, wire=wire, **sizes)
 
 
+def apart(strategy: Strategy, world: World) -> Apart | None:
+    """How workers go on without waiting for each other; None where they are at one place."""
+    if not strategy.dealt or world.servers is None:
+        return None
+    return Apart(world.servers, world.rank, world.size)
+
+
 def cut(strategy: Strategy, world: World) -> Cut:
     """How this strategy cuts batches."""
-    if strategy.update == "async":
-        alone = Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches)
-        return replace(alone, first=world.rank, every=world.size)
+    if strategy.dealt and world.servers is not None:
+        whole = strategy.update == "async" or strategy.batch == "per-worker"
+        pieces = 1 if whole else strategy.aggregate or max(1, world.size - strategy.backup)
+        return Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches, pieces=pieces)
     return Cut(
         rank=world.rank,
         size=world.size,

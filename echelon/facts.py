@@ -154,7 +154,7 @@ def _changes(run: Run) -> list[str]:
         found.append("every worker's batch is an update by itself, in the order in which they come")
     if (
         several
-        and (not strategy.sync_batchnorm or strategy.update == "async")
+        and (not strategy.sync_batchnorm or strategy.dealt)
         and any(norm.has_batchnorm(m) for m in run.models)
     ):
         found.append("BatchNorm's moments stay each worker's own (sync_batchnorm=false, or async)")

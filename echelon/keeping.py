@@ -19,6 +19,7 @@ import torch
 from echelon import env
 from echelon.build import World
 from echelon.checkpoint import load
+from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.load import Saved
 from echelon.checkpoint.meeting import MemberMeeting, alone
 from echelon.checkpoint.saver import Checkpoint, Saver
@@ -105,6 +106,8 @@ class Keeping:
         self._came_from = ""
         self._looked = self._closed = False
         self._saver: Saver | None = None
+        self.term: int | None = None
+        """In which the workers that save met last, where some may be gone."""
         prepared.ready = self._ready
         prepared.stop_wanted = lambda: member is not None and member.stop_requested
         self.machine.following = lambda: trail.following
@@ -124,9 +127,14 @@ class Keeping:
 
     @property
     def saver(self) -> Saver:
+        rank, size = self.prepared.seat
+        if self._saver is not None and (self._saver.rank, self._saver.size) != (rank, size):
+            self._saver.finish(Deadline.after(CLOSE_S))
+            self._saver = None
         if self._saver is None:
-            rank, size = self.world.rank, self.world.size
-            meeting = MemberMeeting(self.member, rank, size) if self.member is not None else alone()
+            meeting = (
+                MemberMeeting(self.member, rank, size, term=self.term) if self.member is not None else alone()
+            )
             self._saver = Saver(self.target, rank, size, meeting, self.emit, keep=self.strategy.keep)
         return self._saver
 
@@ -191,20 +199,30 @@ class Keeping:
                 for loader in self.machine.loaders:
                     loader.mark()
             self.trail.leave_at(mark)
-            objects = self.whole.objects()  # loops note their places
-            objects["trail"] = self.trail.saved()
-            self.last = self.saver.save(step, self.whole.holdings(), objects, self._about(), since)
+            objects, holdings = self._gather()
+            self.last = self.saver.save(step, holdings, objects, self._about(), since)
         for asked in self.asked:
             asked.checkpoint = self.last
         self.asked = []
         return self.last
+
+    def _gather(self) -> tuple[dict[str, Any], list[Holding]]:
+        """What this worker saves; where workers are not at one place, nobody goes on before all have it."""
+        while True:
+            seat = self.prepared.seat
+            objects = self.whole.objects()  # loops note their places
+            objects["trail"] = self.trail.saved()
+            holdings = self.whole.holdings()
+            self.machine.all_saved()
+            if self.prepared.seat == seat:
+                return objects, holdings
 
     def _about(self) -> dict[str, Any]:
         counters = self.machine.counters
         return {
             "run": self.place.run,
             "strategy": str(self.strategy),
-            "workers": self.world.size,
+            "workers": self.prepared.seat[1],
             "epoch": counters.epoch,
             "torch": torch.__version__,
         }
@@ -232,6 +250,8 @@ class Keeping:
     def leave(self, mark: Mark) -> None:
         """Saves, waits until it is complete, and ends this process with 75."""
         grace_s = float(self.description.get("grace_s", 30.0))
+        for loader in self.machine.loaders:
+            loader.leave()
         self._save(mark).wait(Deadline.after(grace_s))
         self.saver.finish(Deadline.after(grace_s))
         raise Preempted(PREEMPTED)

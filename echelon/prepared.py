@@ -11,12 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from echelon import build, facts
+from echelon.apart import Apart
 from echelon.errors import UsageError
 from echelon.loop import Stepping
 from echelon.mesh.layout import Stateful
 from echelon.parallel import norm
 from echelon.parallel.average import Average
 from echelon.parallel.coded import CodedWire
+from echelon.parallel.stale import FreeSync
 from echelon.prepare import model as models
 from echelon.prepare.keep import Buffers, Hyper, Tensors, Tracked
 from echelon.prepare.loader import Feed, feed_of, prepare_loader
@@ -40,9 +42,12 @@ class Prepared:
         norms: norm.NormSync,
         trail: Trail,
         warn: Callable[[str], None],
+        apart: Apart | None,
         mean: Callable[[float], float],
     ) -> None:
         self.strategy, self.world, self.machine, self.norms = strategy, world, machine, norms
+        self.apart = apart
+        """Where workers are not at one place; None where they are."""
         self.trail, self.warn, self.mean = trail, warn, mean
         self.models: list[nn.Module] = []
         self.feeds: list[Feed] = []
@@ -98,7 +103,7 @@ class Prepared:
             return model
         model.to(self.world.device)
         models.equalise([*model.parameters(), *model.buffers()], self.world.gradients)
-        if self.strategy.sync_batchnorm and self.strategy.update != "async":
+        if self.strategy.sync_batchnorm and not self.strategy.dealt:
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.strategy.precision]
@@ -125,12 +130,17 @@ class Prepared:
         sync.on_uneven = self._uneven
         sync.stop_wanted = lambda: self.stop_wanted()
         sync.saves = lambda: self.saves
+        if isinstance(sync, FreeSync):
+            sync.pieces = self._held
         self._owned |= {id(p) for _, p, _ in params}
         self.machine.syncs.append(sync)
         if isinstance(sync.wire, CodedWire):
             self.machine.keepers.append(sync.wire)
         self._link()
         return sync
+
+    def _held(self) -> list[list[int]]:
+        return [held for loader in self.machine.loaders for held in loader.held()]
 
     def _applied(self, optimizer: Stepping) -> None:
         for sync in optimizer.syncs if self.strategy.compress != "none" else ():
@@ -200,7 +210,13 @@ class Prepared:
     def feed(self, loader: DataLoader[Any], trains: bool) -> Feed:
         cut = build.cut(self.strategy, self.world)
         seed, side, device = self.strategy.seed, self.world.side, self.world.device
-        return Feed(loader, cut, seed, side, device, self.machine, self.trail, trains)
+        deal = self.apart.feed() if self.apart is not None else None
+        return Feed(loader, cut, seed, side, device, self.machine, self.trail, trains, deal)
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This worker's place among those that save together, and how many they are."""
+        return self.apart.seat if self.apart is not None else (self.world.rank, self.world.size)
 
     def track(self, obj: Any) -> Any:
         if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):

@@ -61,7 +61,9 @@ class Run:
         self.machine = Machine(strategy, self.rank, self.world_size, emit)
         self.machine.after_loss = self._after_loss
         self.machine.warn = self._warn
-        self.exchange = Exchange(self.world.side, self._side_lost)
+        apart = build.apart(strategy, self.world)
+        side = apart.group if apart is not None else self.world.side
+        self.exchange = Exchange(side, self._side_lost)
         self.values = Values(self.machine, self.exchange)
         self.norms = norm.NormSync(self.world.side, lambda: self.machine.share, self._side_lost)
         self.log_book = Log(self.machine, emit, own_beat=member is None)
@@ -73,24 +75,24 @@ class Run:
             self.norms,
             self.trail,
             self._warn,
+            apart,
             lambda x: float(self.values.reduce(x, "mean", self.device)),
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
         self._num_phases = 0
-        own = (
-            Exchange(AloneGroup(self.device), self._side_lost)
-            if strategy.update == "async"
-            else self.exchange
-        )
+        own = Exchange(AloneGroup(self.device), self._side_lost) if strategy.dealt else self.exchange
         self.normaliser = Normaliser(self.machine, own)
         self.machine.on_lost += [self.normaliser.forget, self.log_book.forget]
-        self.first_step = FirstStep(self.machine, self.exchange, self._warn)
+        self.first_step = FirstStep(self.machine, own, self._warn)
         self.first_step.draws = lambda: facts.tell_draws(self)
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
         self.machine.global_loss = self.values.global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
-        if strategy.update == "async":
+        if apart is not None:
             self.machine.all_here = self._all_here
+            self.machine.all_saved = lambda: self._side_lost(
+                apart.group.barrier().wait(Deadline.after(TOGETHER_S))
+            )
         if strategy.strict:
             self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
         self.machine.after_apply.append(self._after_apply)
@@ -254,7 +256,14 @@ class Run:
         return dict(result)
 
     def _evaluate(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
-        self.machine.drain(all_here=True)
+        while True:
+            self.machine.drain(all_here=True)
+            seat = self.prepared.seat
+            found = self._evaluate_once(model, loader, fn)
+            if self.prepared.seat == seat:  # else a worker is gone, and its part with it: once more
+                return found
+
+    def _evaluate_once(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
         feed = feed_of(loader) or self.prepared.feed(loader, trains=False)
         stop = self.prepared.stop_wanted if self.machine.clean else lambda: False
         average = self.averages.get(id(model))
@@ -335,9 +344,13 @@ class Run:
 
     def _all_here(self) -> None:
         """Under async every worker counts its own steps: the largest count is the run's once all are at one place."""
-        told = torch.tensor([float(self.global_step), float(self.keeping.stopping)])
-        self._side_lost(self.world.side.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
-        self.machine.counters.global_step = int(told[0])
+        if self.machine.committed:
+            for loader in self.machine.loaders:
+                loader.mark()
+        term = self.member.term if self.member is not None else 0
+        told = torch.tensor([float(self.global_step), float(self.keeping.stopping), float(term)])
+        self._side_lost(self.exchange.group.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
+        self.machine.counters.global_step, self.keeping.term = int(told[0]), int(told[2])
         self.machine.gathered, self.machine.leaving = True, bool(told[1])
 
     def _first_batch(self, part: Part) -> None:

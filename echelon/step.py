@@ -43,9 +43,11 @@ class Machine:
         self.before_apply: list[Callable[[Stepping], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.at_first_begin: list[Callable[[Part], None]] = []
-        self.alone = Share(weight=1.0 if strategy.update == "async" else 1.0 / size)
+        self.alone = Share(weight=1.0 if strategy.dealt else 1.0 / size)
         self.all_here: Callable[[], None] = lambda: None
         """Waits for all workers, where they are not at one place by themselves (async)."""
+        self.all_saved: Callable[[], None] = lambda: None
+        """Waits until all workers have what they save: nobody changes it before."""
         self.gathered = self.leaving = False
         """That happened, and nothing since; some worker is there because the run is to stop."""
         self.share = self.alone

@@ -98,6 +98,16 @@ class Strategy:
     backup: int = 0
     """With ps: workers whose late parts of a step are not waited for."""
 
+    aggregate: int = 0
+    """With ps: parts that make an update, whoever computed them; more than there are workers lets one give several. 0: one of each
+    worker, less `backup`."""
+
+    compensation: float = 0.0
+    """With update=async: λ of delay compensation; a late gradient g becomes g + λ·g·g·(parameters now - parameters then)."""
+
+    stale_lr: Literal["same", "divided"] = "same"
+    """With update=async: the learning rate of a gradient that is n updates late stays the same, or is divided by n."""
+
     local_steps: int = 1
     """With update=local: steps between two meetings."""
 
@@ -159,6 +169,11 @@ class Strategy:
         _need(self.stuck_s >= 0, f"stuck_s={self.stuck_s} must not be negative")
         coding.read(self.compress)
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
+
+    @property
+    def dealt(self) -> bool:
+        """Workers take pieces of the data as they ask for them, and are not at one place."""
+        return self.form == "ps" and (self.update == "async" or self.backup > 0 or self.aggregate > 0)
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their default: what a person set."""

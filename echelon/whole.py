@@ -31,7 +31,6 @@ class Whole:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared, self.machine, self.world = prepared, prepared.machine, prepared.world
-        self._everybody = tuple(range(self.world.size))
         self._places: dict[tuple[str, str], tuple[Key, Span]] = {}
         """Keys and spans of the last checkpoint: the next one's are the same, and gathering it stops the script."""
 
@@ -79,7 +78,7 @@ class Whole:
         names = {id(param): name for name, param in named}
         found = [self._hold(name, "value", param) for name, param in named]
         for model in self.prepared.models:
-            if self.world.rank == 0:
+            if self.prepared.seat[0] == 0:
                 buffers = self._buffers(model)
                 found += [self._hold(name, "value", buffer, settled=False) for name, buffer, _ in buffers]
             average = self.prepared.averages.get(id(model))
@@ -116,7 +115,8 @@ class Whole:
         if place is None or place[1].shape != shape:
             place = self._places[name, slot] = (Key(name, slot), Span.whole(shape))
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        return Holding(place[0], tensor, place[1], self._everybody if settled else (0,), settled)
+        everybody = tuple(range(self.prepared.seat[1]))
+        return Holding(place[0], tensor, place[1], everybody if settled else (0,), settled)
 
     def objects(self) -> dict[str, Any]:
         """Everything else, as plain data."""
@@ -124,7 +124,7 @@ class Whole:
             prepared.fetch_state()
         names = self._names()
         own_buffers: dict[str, Tensor] = {}
-        if not self.prepared.strategy.sync_batchnorm and self.world.rank:
+        if not self.prepared.strategy.sync_batchnorm and self.prepared.seat[0]:
             for model in self.prepared.models:
                 own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
         return {

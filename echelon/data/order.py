@@ -91,6 +91,11 @@ def _is_torchs(loader: DataLoader[Any]) -> bool:
     return type(sampler) is BatchSampler and type(sampler.sampler) in _KNOWN
 
 
+def knows_its_length(loader: DataLoader[Any]) -> bool:
+    """Whether len(loader) is what an epoch really yields: a script's own sampler may say anything."""
+    return _is_torchs(loader)
+
+
 def _has_generator(loader: DataLoader[Any]) -> bool:
     sampler = getattr(loader.batch_sampler, "sampler", None)
     return _is_torchs(loader) and getattr(sampler, "generator", None) is not None

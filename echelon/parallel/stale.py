@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -119,10 +119,14 @@ class StaleSync(PushSync):
         room = self.rooms[(self.held.steps + 1) % len(self.rooms)]
         number, calls = self.held.step(
             optimizer, named, parts, used, room, version=self.version, stop=self.stop_wanted(), alone=self.alone,
-            clip_norm=self.clip_norm,
+            clip_norm=self.clip_norm, **self._about(),
         )  # fmt: skip
         self.flying.append((number, calls))
         return number
+
+    def _about(self) -> dict[str, Any]:
+        """What else a server must know of this part."""
+        return {}
 
     def _catch_up(self, behind: int) -> None:
         """Waits until at most `behind` updates are under way, and takes the newest values that are here."""
@@ -159,6 +163,11 @@ class FreeSync(StaleSync):
     """
 
     alone = True
+    pieces: Callable[[], list[list[int]]] = staticmethod(list)
+    """What the part that is about to leave was computed from: servers count each piece once."""
+
+    def _about(self) -> dict[str, Any]:
+        return {"pieces": self.pieces()}
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         if not self.filled:

@@ -38,12 +38,15 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
+    from echelon.ps import dealing
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
+    from echelon.ps.service import Service
     from echelon.ps.session import NAME, Training
 
     training = Training(place.world_size, int(member.description.get("num_servers", 1)))
-    host = Host({NAME: training}, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
+    services: dict[str, Service] = {NAME: training, dealing.NAME: dealing.Dealing(place.world_size)}
+    host = Host(services, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()
     try:
         key, value = address_key(place.rank), host.address.encode()

@@ -249,7 +249,7 @@ class Training:
         number = int(request.head["number"])
         with lock:
             if request.head["alone"]:
-                self._carry_out([request], lambda: updates.carry_out([request]))
+                self._carry_out([request], lambda: updates.alone(request))
                 self.updates += 1
                 return
         all_of_them = self.together.add(("step", request.head["model"], number), request)

@@ -23,6 +23,28 @@ from echelon.ps.staleness import Staleness
 
 Group = tuple[Recipe, Sequence[int]]
 
+KEPT_EPOCHS = 8
+"""Of which a server remembers the pieces; one epoch of each loader is open at a time."""
+
+
+class Counted:
+    """Which pieces are in updates of a model here. A piece is dealt again when the worker that had it is gone, and its part may
+    have reached some servers and not others: each server takes a piece from one worker only, so all have it once."""
+
+    def __init__(self) -> None:
+        self._by: dict[tuple[int, int], dict[int, int]] = {}
+        """(Loader, epoch) -> piece -> the worker that it was taken from; of the last few epochs."""
+
+    def first(self, worker: int, pieces: Sequence[Sequence[int]]) -> bool:
+        """Notes them as this worker's. False when all of them were taken from another: the part does not count."""
+        news = not pieces
+        for feed, epoch, number in pieces:
+            known = self._by.setdefault((int(feed), int(epoch)), {})
+            news = known.setdefault(int(number), worker) == worker or news
+        for old in list(self._by)[:-KEPT_EPOCHS]:
+            del self._by[old]
+        return news
+
 
 class Updates:
     """The updates of one shard. `carry_out` is called with the shard's lock held."""
@@ -35,6 +57,7 @@ class Updates:
         self.staleness = Staleness()
         self.stop = False
         """Somebody was asked to stop: every answer says so from then on."""
+        self.counted = Counted()
 
     def complete(self, number: int, requests: list[Request]) -> list[list[Request]]:
         """All parts of update `number` are here: which updates happen now, in order."""
@@ -44,6 +67,14 @@ class Updates:
             found.append(self.ready.pop(self.next))
             self.next += 1
         return found
+
+    def alone(self, request: Request) -> None:
+        """One worker's part is an update, unless another's of the same pieces was one. Answers it."""
+        if self.counted.first(request.peer.rank, request.head.get("pieces", ())):
+            self.carry_out([request])
+            return
+        self.stop = self.stop or bool(request.head["stop"])
+        request.answer({"updates": self.shard.updates, "stop": self.stop}, [self.shard.memory])
 
     def carry_out(self, requests: list[Request]) -> None:
         """One update from these parts, in the order in which they are given. Answers them."""

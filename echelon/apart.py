@@ -1,0 +1,48 @@
+"""Workers that take pieces of the data by themselves (async, backup): how they get them, and how those that are there meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.data.deal import Cut, Done
+from echelon.ps.live import LiveGroup
+from echelon.ps.taking import Taker
+from echelon.ps.worker import Servers
+
+
+class Apart:
+    """One a run, the same calls in the same order on every worker. `group` is where they meet, outside of their steps."""
+
+    def __init__(self, servers: Servers, rank: int, size: int) -> None:
+        self.servers, self.rank = servers, rank
+        self.group = LiveGroup(servers, servers.new_model(), rank, size)
+
+    def feed(self) -> FeedDeal:
+        """For one loader."""
+        return FeedDeal(self, self.servers.new_model())
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This worker's place among those that took part in the last meeting, and how many they are."""
+        return self.group.live.index(self.rank), len(self.group.live)
+
+
+@dataclass
+class FeedDeal:
+    """See prepare.loader.Deal. `number` names the loader to the server."""
+
+    apart: Apart
+    number: int
+
+    def begin(self, epoch: int, total: int | None, done: Done) -> Taker:
+        return Taker(self.apart.servers, self.number, epoch, total, done.low, done.above)
+
+    def states(self) -> dict[int, tuple[int, list[int]]]:
+        servers = self.apart.servers
+        call = servers.links[0].call("deal.states", {"feed": self.number})
+        (reply,) = servers.wait([call], "which batches are done")
+        return {int(epoch): (int(low), list(above)) for epoch, low, above in reply.head["states"]}
+
+    def shared(self) -> Cut:
+        rank, size = self.apart.seat
+        return Cut(rank, size)

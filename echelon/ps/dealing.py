@@ -1,0 +1,207 @@
+"""Dealing, as the first server offers it: pieces of an epoch to workers that ask, and meetings of those that are there.
+
+deal.take    the next piece of an epoch; answered when there is one, or when all are done
+deal.idle    the worker waits for what it asked for: until then it is answered only while plenty is left
+deal.done    these pieces are in updates
+deal.back    these are not: others may have them
+deal.end     so many pieces there are
+deal.state   which pieces of an epoch are done, for a checkpoint; deal.states: of all epochs of a loader that are open
+deal.meet    every worker's bytes to every worker; answered once all that are still there have come
+
+A worker whose connection ends is gone: its pieces wait again, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from echelon import activity
+from echelon.errors import UsageError, WireError
+from echelon.ps.pieces import Pieces
+from echelon.ps.service import Peer, Request
+
+NAME = "deal"
+SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
+
+Epoch = tuple[int, int]
+"""(The loader's number, epoch)."""
+
+
+@dataclass
+class Open:
+    """An epoch that is being dealt."""
+
+    pieces: Pieces
+    asking: dict[int, Request] = field(default_factory=dict)
+    """Worker -> its take, in the order in which they came."""
+    idle: set[int] = field(default_factory=set)
+
+
+class Dealing:
+    """A service of a host (service.Service). One a server; workers ask the first one."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.live = set(range(num_workers))
+        self.returned = 0
+        """Pieces that came back from workers that are gone."""
+        self._epochs: dict[Epoch, Open] = {}
+        self._over: set[Epoch] = set()
+        self._meetings: dict[tuple[int, int], dict[int, Request]] = {}
+        self._lock = threading.Lock()
+        self._verbs: dict[str, Callable[[Request], list[Callable[[], None]]]] = {
+            "take": self._take,
+            "idle": self._idle,
+            "done": self._done,
+            "back": self._back,
+            "end": self._end,
+            "state": self._state,
+            "states": self._states,
+            "meet": self._meet,
+        }
+
+    def called(self, request: Request) -> None:
+        verb = self._verbs.get(request.verb)
+        if verb is None or request.peer.role != "worker":
+            raise UsageError(f"{request.peer} called {request.verb}, which servers do not offer it")
+        activity.moved()
+        try:
+            with self._lock:
+                if request.peer.rank not in self.live:
+                    raise UsageError(f"{request.peer} is gone: what it had was dealt to others")
+                answers = verb(request)
+        except SENSELESS as error:
+            text = f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"
+            raise WireError(text[:500]) from None
+        for answer in answers:
+            answer()
+
+    def gone(self, peer: Peer) -> None:
+        if peer.role != "worker":
+            return
+        with self._lock:
+            self.live.discard(peer.rank)
+            answers = []
+            for key, epoch in list(self._epochs.items()):
+                epoch.asking.pop(peer.rank, None)
+                self.returned += len(epoch.pieces.lose(peer.rank))
+                answers += self._deal(key)
+            for key in list(self._meetings):
+                self._meetings[key].pop(peer.rank, None)
+                answers += self._met(key)
+        for answer in answers:
+            answer()
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _take(self, request: Request) -> list[Callable[[], None]]:
+        head, rank = request.head, request.peer.rank
+        key = _epoch(request)
+        if key in self._over:
+            return [lambda: request.answer({"over": True})]
+        if key not in self._epochs:
+            self._epochs[key] = Open(Pieces(int(head["low"]), map(int, head["above"])))
+        found = self._epochs[key]
+        if head["total"] is not None and found.pieces.total is None:
+            found.pieces.end(int(head["total"]))
+        if rank in found.asking:
+            raise UsageError(f"{request.peer} asks for a second piece before it got the first")
+        found.asking[rank] = request
+        if head["idle"]:
+            found.idle.add(rank)
+        return self._deal(key)
+
+    def _idle(self, request: Request) -> list[Callable[[], None]]:
+        key = _epoch(request)
+        answers: list[Callable[[], None]] = [request.answer]
+        if key in self._epochs and request.peer.rank in self._epochs[key].asking:
+            self._epochs[key].idle.add(request.peer.rank)
+            answers += self._deal(key)
+        return answers
+
+    def _done(self, request: Request) -> list[Callable[[], None]]:
+        return self._told(request, lambda p, numbers: p.done(numbers, request.peer.rank))
+
+    def _back(self, request: Request) -> list[Callable[[], None]]:
+        return self._told(request, lambda p, numbers: p.back(numbers, request.peer.rank))
+
+    def _end(self, request: Request) -> list[Callable[[], None]]:
+        return self._told(request, lambda p, _: p.end(int(request.head["total"])))
+
+    def _told(self, request: Request, act: Callable[[Pieces, list[int]], object]) -> list[Callable[[], None]]:
+        key = _epoch(request)
+        answers: list[Callable[[], None]] = [request.answer]
+        if key in self._epochs:
+            act(self._epochs[key].pieces, [int(n) for n in request.head.get("pieces", ())])
+            answers += self._deal(key)
+        return answers
+
+    def _state(self, request: Request) -> list[Callable[[], None]]:
+        key = _epoch(request)
+        known = self._epochs.get(key)
+        low, above = known.pieces.state() if known is not None else (0, [])
+        over = key in self._over
+        return [
+            lambda: request.answer({"known": known is not None, "over": over, "low": low, "above": above})
+        ]
+
+    def _states(self, request: Request) -> list[Callable[[], None]]:
+        mine = [
+            (e, one.pieces) for (feed, e), one in self._epochs.items() if feed == int(request.head["feed"])
+        ]
+        states = [[epoch, *pieces.state()] for epoch, pieces in mine]
+        return [lambda: request.answer({"states": states})]
+
+    def _deal(self, key: Epoch) -> list[Callable[[], None]]:
+        """Answers those who ask, as far as there are pieces."""
+        found, answers = self._epochs[key], []
+        pieces = found.pieces
+        for rank, request in list(found.asking.items()):
+            if pieces.over:
+                answers.append(_later(request, {"over": True}))
+            elif rank not in found.idle and not pieces.plenty(len(self.live)):
+                continue
+            elif (number := pieces.take(rank)) is not None:
+                answers.append(_later(request, {"piece": number, "low": pieces.low}))
+            else:
+                continue
+            del found.asking[rank]
+            found.idle.discard(rank)
+        if pieces.over:
+            self._over.add(key)
+            del self._epochs[key]
+        return answers
+
+    # -- meetings --------------------------------------------------------------------------------------------------
+
+    def _meet(self, request: Request) -> list[Callable[[], None]]:
+        key = int(request.head["group"]), int(request.head["number"])
+        self._meetings.setdefault(key, {})[request.peer.rank] = request
+        return self._met(key)
+
+    def _met(self, key: tuple[int, int]) -> list[Callable[[], None]]:
+        here = self._meetings[key]
+        if not here or self.live - here.keys():
+            return []
+        del self._meetings[key]
+        ranks = sorted(here)
+        brought = [here[rank].tensors[0].view(-1) for rank in ranks]
+        if len({(x.dtype, x.numel()) for x in brought}) > 1:
+            told = ", ".join(f"worker {r} {x.numel()} bytes" for r, x in zip(ranks, brought, strict=True))
+            error = UsageError(
+                f"the workers are in different calls: {told}", remedy="All workers make the same calls."
+            )
+            return [lambda r=r: r.refuse(error) for r in here.values()]  # type: ignore[misc]
+        rows = torch.stack(brought)
+        return [lambda r=r: r.answer({"ranks": ranks}, [rows]) for r in here.values()]  # type: ignore[misc]
+
+
+def _epoch(request: Request) -> Epoch:
+    return int(request.head["feed"]), int(request.head["epoch"])
+
+
+def _later(request: Request, head: dict[str, object]) -> Callable[[], None]:
+    return lambda: request.answer(head)

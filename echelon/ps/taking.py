@@ -1,0 +1,107 @@
+"""A worker's side of dealing: the next piece of an epoch, asked for one ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from echelon.clock import Deadline
+from echelon.errors import Late
+from echelon.ps.pending import Pending
+from echelon.ps.worker import Servers
+
+MOMENT_S = 0.02
+"""How long a loader with other batches under way waits for the answer of a question that it just asked."""
+
+
+class Taker:
+    """The pieces of one epoch of one loader, as this worker gets them (data.deal.Takes).
+
+    `before_wait` is called before this worker waits for a piece: what it did so far must count by then.
+    """
+
+    def __init__(
+        self, servers: Servers, feed: int, epoch: int, total: int | None, low: int, above: Sequence[int]
+    ) -> None:
+        self.servers, self.link = servers, servers.links[0]
+        self.key = {"feed": feed, "epoch": epoch}
+        self.total = total
+        self.low, self.began = low, (low, list(above))
+        self.over = False
+        self.before_wait: Callable[[], None] = lambda: None
+        self.open: list[int] = []
+        """Pieces that this worker has and has not told to be done."""
+        self._asked: Pending | None = None
+
+    def take(self, wait: bool) -> int | None:
+        """The next piece; None for none now (without `wait`), or none any more (`over`)."""
+        if self.over:
+            return None
+        self._ask(idle=wait)
+        assert self._asked is not None
+        if not self._asked.done:
+            if not wait:
+                try:
+                    self._asked.wait(Deadline.after(MOMENT_S))
+                except Late:
+                    return None
+            else:
+                self.before_wait()
+                self.done(list(self.open))  # nothing of it will be trained on before there is another piece
+                self.link.call("deal.idle", self.key)
+        (reply,) = self.servers.wait([self._asked], "the next batch that is to be dealt")
+        self._asked = None
+        if reply.head.get("over"):
+            self.over = True
+            return None
+        self.low = int(reply.head["low"])
+        number = int(reply.head["piece"])
+        self.open.append(number)
+        self._ask(idle=False)
+        return number
+
+    def _ask(self, idle: bool) -> None:
+        if self._asked is None:
+            low, above = self.began
+            head = {**self.key, "idle": idle, "total": self.total, "low": low, "above": above}
+            self._asked = self.link.call("deal.take", head)
+
+    def ended(self, total: int) -> None:
+        """The data has so many pieces: those behind it are none."""
+        self.total = total
+        self.open = [number for number in self.open if number < total]
+        self.link.call("deal.end", {**self.key, "total": total})
+
+    def done(self, pieces: Sequence[int]) -> None:
+        """They are in updates. Does not wait."""
+        mine = [number for number in pieces if number in self.open]
+        if mine:
+            self.open = [number for number in self.open if number not in mine]
+            self.link.call("deal.done", {**self.key, "pieces": mine})
+
+    def leave(self) -> None:
+        """The loop was left: others may have what this worker did not use."""
+        if self._asked is not None and not self._asked.done:
+            self.link.call("deal.idle", self.key)  # so that it is answered
+        if self._asked is not None:
+            self._asked.then(self._give_back)
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        asked, self._asked = self._asked, None
+        mine = list(self.open)
+        if asked is not None and not asked.failed:
+            head = asked.wait(Deadline.after(0)).head
+            mine += [int(head["piece"])] if "piece" in head else []
+        self.open, self.over = [], True
+        if mine:
+            self.link.call("deal.back", {**self.key, "pieces": mine})
+
+    def state(self) -> tuple[int, list[int]]:
+        """(low, above): which pieces are done now."""
+        (reply,) = self.servers.wait([self.link.call("deal.state", self.key)], "which batches are done")
+        if reply.head["over"]:
+            return (self.total if self.total is not None else 1 << 53), []
+        if not reply.head["known"]:
+            return self.began
+        return int(reply.head["low"]), [int(n) for n in reply.head["above"]]
