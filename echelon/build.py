@@ -63,7 +63,8 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
         place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make("values")
     )
     if strategy.form == "ps" and member is not None:
-        made.servers = Servers.of_run(member, int(member.description.get("num_servers", 0)))
+        num_servers = int(member.description.get("num_servers", 0))
+        made.servers = Servers.of_run(member, num_servers, strategy.copies(num_servers))
         made.worker_hosts = tuple(str(seat["host"]) for seat in member.roster().values())
     return made
 

@@ -210,6 +210,17 @@ class StopAsked(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardServed(Event):
+    """A shard of the servers' parameters has another leader (`moved` says why), or the copy on its partner came or went."""
+
+    shard: int
+    leader: int
+    partner: int
+    copied: bool
+    moved: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseChanged(Event):
     """A named rank-0 phase: begun, at `share` of its way, or over."""
 

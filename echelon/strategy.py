@@ -117,8 +117,8 @@ class Strategy:
     servers_share: float = -1.0
     """With ps and apply=worker: the part of the summing that servers take, 0 to 1; -1 takes what the hosts' links carry best."""
 
-    replicas: int = 0
-    """Copies of each server's state."""
+    replicas: int = -1
+    """Copies of what a server holds, on another one that takes over when it dies: 0 or 1; -1 is 1 where servers hold weights and are two or more."""
 
     level: int = 3
     """What sharded splits: 1 optimizer state, 2 and gradients, 3 and parameters."""
@@ -182,6 +182,16 @@ class Strategy:
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != f.default
         }
+
+    @property
+    def servers_hold(self) -> bool:
+        """Weights and optimizer state lie on parameter servers."""
+        return self.form == "ps" and (self.apply == "server" or self.update in ("bounded", "async"))
+
+    def copies(self, num_servers: int) -> int:
+        """How many copies there are of what each server holds."""
+        wanted = self.replicas if self.replicas >= 0 else 1
+        return wanted if self.servers_hold and num_servers > 1 else 0
 
     def __str__(self) -> str:
         rest = [f"{k}={_spell(v)}" for k, v in self.changed().items() if k != "form"]
@@ -289,6 +299,16 @@ def require_whole(strategy: Strategy) -> None:
         f"Write update=bounded,staleness={strategy.staleness}.",
     )
     _need(
+        strategy.replicas in (-1, 0, 1),
+        f"replicas={strategy.replicas}: there is one copy of what a server holds, or none",
+        "With replicas=1 a server may die at any time; two at once are one too many.",
+    )
+    _need(
+        strategy.replicas < 1 or strategy.servers_hold,
+        "replicas=1 goes with ps where servers hold something: apply=server, update=bounded or async",
+        "With apply=worker every worker has everything, and servers only sum.",
+    )
+    _need(
         strategy.apply == "worker" or strategy.form == "ps",
         f"apply=server goes with ps, not with {strategy.form}",
         "Start it with --servers 1 --strategy ps,apply=server, or leave it out.",
@@ -312,6 +332,11 @@ def require_servers(strategy: Strategy, num_servers: int) -> None:
         f"--servers {num_servers} goes with the strategy ps, and this is {strategy.form}",
         f"Add --strategy ps: echelon run --servers {num_servers} --strategy ps train.py; or leave --servers out.",
     )
+    _need(
+        strategy.replicas < 1 or num_servers > 1,
+        "replicas=1 needs a second server to hold the copy, and this run has one",
+        "Start it with --servers 2, or leave replicas out.",
+    )
 
 
 def require_built(strategy: Strategy) -> None:
@@ -322,7 +347,7 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "backup", "local_steps", "replicas", "level", "schedule",
+        "data", "backup", "local_steps", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]

@@ -29,6 +29,11 @@ class Who(NamedTuple):
         return f"{self.role}-{self.rank}" if self.role == SERVER else str(self.rank)
 
 
+def partner(shard: int, rank: int, num_servers: int) -> int:
+    """Shard s of the servers' parameters lies on servers s and s + 1: the one of the two that is not `rank`."""
+    return (shard + 1) % num_servers if rank == shard else shard
+
+
 class Roster(Protocol):
     """What a rank knows of the others. Reading `term` and `stop_requested` costs nothing and never blocks."""
 

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from echelon.control.handshake import Identity
-from echelon.control.roster import JOINED, SERVER, WORKER, Who
+from echelon.control.roster import DEAD, FAILED, JOINED, SERVER, WORKER, Who
 from echelon.control.server import Server
 from echelon.control.terminated import ready_for_sigterm
-from echelon.elastic import gathering, membership
+from echelon.elastic import gathering, leading, membership
 from echelon.elastic.gathering import Gathering
 from echelon.elastic.history import History, said_by
 from echelon.elastic.journal import Journal
+from echelon.elastic.leading import Leading
 from echelon.elastic.lookout import Lookout
 from echelon.elastic.membership import Change, Membership
 from echelon.elastic.meter import Meter
@@ -53,6 +54,7 @@ ROLES = {
        for name in ("set", "get", "wait", "add", "check", "compare_set", "delete", "count")},
     **dict.fromkeys(("roster", "servers", "beat"), frozenset({"worker", "server", "supervisor", "cli"})),
     **gathering.ROLES,
+    **leading.ROLES,
     "seen": frozenset({"supervisor"}),
 }  # fmt: skip
 """Who may call what; a worker or server may ask to stop, because a signal may reach it first."""
@@ -76,6 +78,7 @@ class Coordinator:
             int(self.description.get("num_hosts", 1)), self.members.num_workers, self._take,
             lambda record: self._note(record, sync=True), self._fall, num_servers,
         )  # fmt: skip
+        self.leading = Leading(num_servers, lambda record: self._note(record, sync=True), self.history.add)
         self._steps: dict[Who, int] = {}
         self._taken: dict[Identity, int] = {}
         self._compact_bytes = JOURNAL_BYTES
@@ -107,7 +110,7 @@ class Coordinator:
             self.count,
         )
         named = {m.__name__: m for m in plain} | {f"store.{m.__name__}": m for m in store}
-        return named | self.hosts.methods()
+        return named | self.hosts.methods() | self.leading.methods()
 
     def close(self) -> None:
         """Writes what is still open; the last thing this process does."""
@@ -242,12 +245,15 @@ class Coordinator:
         after = membership.apply(self.members, change)
         self._note(change.to_dict(), sync=True)
         self.members = after
+        if change.role == SERVER and change.state in (DEAD, FAILED):
+            self.leading.fell(change.rank, change.reason)
         self.table.check_waits()
         for metric in self.meter.settle(self.members.awaited):
             self.history.add(metric)
 
     def _lost(self, term: int) -> EchelonError | None:
-        ranks, servers = self.members.lost_since(term), self.members.servers_lost_since(term)
+        ranks = self.members.lost_since(term)
+        servers = self.members.servers_lost_since(term) if not self.leading.whole else ()
         if not ranks and not servers:
             return None
         gone = [
@@ -292,7 +298,9 @@ class Coordinator:
                 if self.stopping
                 else []
             )
-            self.journal.rewrite([*seats, *stop, *self.hosts.record(), *self.table.records(), record])
+            self.journal.rewrite(
+                [*seats, *stop, *self.hosts.record(), self.leading.record(), *self.table.records(), record]
+            )
             self._compact_bytes = JOURNAL_BYTES + 2 * self.journal.size_bytes
 
     def _restore(self, record: Mapping[str, Any]) -> None:
@@ -302,6 +310,8 @@ class Coordinator:
             self.stopping = str(record["reason"])
         elif record.get("kind") == "hosts":
             self.hosts.restore(record)
+        elif record.get("kind") == "leads":
+            self.leading.restore(record)
         elif record.get("kind") in ("set", "unset"):
             self.table.restore(record)
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.control.roster import Who
+from echelon.control.roster import SERVER, Who
+from echelon.strategy import Strategy
 
 MAX_RESTARTS = 5
 """In a row, each within WINDOW_S of the one before."""
@@ -29,12 +30,16 @@ class GiveUp:
     reason: str
 
 
-def after_end(who: Who, code: int, incarnation: int, strategy: Mapping[str, Any]) -> Again | GiveUp:
+def after_end(
+    who: Who, code: int, incarnation: int, strategy: Mapping[str, Any], num_servers: int = 0
+) -> Again | GiveUp:
     """A worker or server of the run ended with `code` and nobody had asked it to; `incarnation` counts how often it was
     started again before, `strategy` are the run's fields. Asked on its host and on the first: both must decide alike.
 
-    This version starts neither again: what they held is gone, and only a copy of it could take the seat.
+    A server of which another one holds a copy is started again, to hold the copy of that one's; what else dies has taken what it held along.
     """
+    if who.role == SERVER and code > 128 and Strategy(**strategy).copies(num_servers):
+        return Again(incarnation + 1, "another server has a copy of what it held")
     return GiveUp(f"{who} ended (exit code {code}), and nothing has a copy of what it held")
 
 

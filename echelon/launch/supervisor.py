@@ -252,7 +252,7 @@ class Supervisor:
         if end.ours or not end.failed or self.preempting.in_order(end):
             return
         before = self.folder.processes[who].incarnation
-        follows = restart.after_end(who, end.code, before, self.ends.strategy)
+        follows = restart.after_end(who, end.code, before, self.ends.strategy, self.plan.num_servers)
         if isinstance(follows, restart.GiveUp):
             self._first_failure()
             return

@@ -28,8 +28,7 @@ from echelon.parallel.buckets import Bucket, Slot
 from echelon.parallel.elsewhere import OnServers, not_here
 from echelon.parallel.gradsync import Groups, Share
 from echelon.parallel.wire import PlainWire
-from echelon.ps.held import Held
-from echelon.ps.pending import Pending
+from echelon.ps.held import Call, Held
 from echelon.ps.recipes import Recipe
 from echelon.ps.worker import Servers, lost
 
@@ -67,7 +66,7 @@ class PushSync(AllReduceSync):
             )
         self.model = model
         self.held = Held(servers, model, [(name, p) for name, p, _ in reversed(params)], group.rank)
-        self.pushed: dict[int, list[tuple[int, int, Pending]]] = {}
+        self.pushed: dict[int, list[tuple[int, int, Call]]] = {}
         """Bucket -> its pushes that have not been used."""
         self.filled: set[int] = set()
         """Slots that hold a gradient since their last step."""

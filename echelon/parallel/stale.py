@@ -24,7 +24,7 @@ from echelon.parallel.buckets import Bucket
 from echelon.parallel.elsewhere import OnServers
 from echelon.parallel.gradsync import Groups
 from echelon.parallel.pushpull import PushSync
-from echelon.ps.pending import Pending
+from echelon.ps.held import Call
 from echelon.ps.worker import Servers, lost
 
 
@@ -47,7 +47,7 @@ class StaleSync(PushSync):
         self.staleness, self.clip_norm = staleness, clip_norm
         super().__init__(params, group, servers, model, **sizes)
         self.rooms = [self.held.rooms() for _ in range(staleness + 1)]
-        self.flying: deque[tuple[int, list[Pending]]] = deque()
+        self.flying: deque[tuple[int, list[Call]]] = deque()
         """Updates asked for and not answered, the oldest first."""
         self.version = 0
         """The newest update that the parameters here have seen."""

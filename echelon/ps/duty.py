@@ -21,6 +21,7 @@ from echelon.events import Serving
 
 if TYPE_CHECKING:
     from echelon.ps.host import Host
+    from echelon.ps.service import Service
     from echelon.ps.session import Training
 
 POLL_S = 5.0
@@ -38,14 +39,16 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
-    from echelon.ps import dealing
+    from echelon.ps import copies, dealing, session
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
-    from echelon.ps.service import Service
-    from echelon.ps.session import NAME, Training
+    from echelon.ps.site import RunSite
 
-    training = Training(place.world_size, int(member.description.get("num_servers", 1)))
-    services: dict[str, Service] = {NAME: training, dealing.NAME: dealing.Dealing(place.world_size)}
+    num_servers = int(member.description.get("num_servers", 1))
+    held = copies.Copies(place.rank, place.world_size, num_servers, leads=place.incarnation == 0)
+    training = session.Training(place.world_size, held, RunSite(member))
+    services: dict[str, Service] = {session.NAME: training, copies.NAME: copies.Copying(held)}
+    services[dealing.NAME] = dealing.Dealing(place.world_size)
     host = Host(services, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()
     try:
@@ -54,6 +57,7 @@ def serve(member: Member, place: Place) -> int:
         member.call("store.set", Deadline.after(CALL_S), key=key, value=value)
         wait_until_over(member)
     finally:
+        training.close()
         host.close(Deadline.after(CLOSE_S))
     return 0
 

@@ -14,7 +14,10 @@ from echelon.ps.keys import Holder, Placement, place
 from echelon.ps.keys import Tensor as Spec
 from echelon.ps.pending import Pending
 from echelon.ps.recipes import Recipe
+from echelon.ps.route import Routed
 from echelon.ps.worker import Servers
+
+Call = Pending | Routed
 
 
 class Held:
@@ -38,10 +41,15 @@ class Held:
             size = self.placement.memory_bytes(Holder("server", index))
             self.pulled.append(link.buffer(max(size, 64)).zero_())
         self._places: list[int] = []
+        self._moves = servers.moves
         self.follow()
 
     def follow(self) -> None:
-        """Parameters whose memory the script replaced (`p.data = …`) are found again."""
+        """Parameters whose memory the script replaced (`p.data = …`) are found again; memory that a server shared which is gone is given up."""
+        if self._moves != self.servers.moves:
+            self._moves, self._places = self.servers.moves, []
+            for index, link in enumerate(self.servers.links):
+                self.pulled[index] = link.buffer(self.pulled[index].nbytes).copy_(self.pulled[index])
         places = [p.data_ptr() for p in self.params.values()]
         if places == self._places:
             return
@@ -73,7 +81,8 @@ class Held:
             held = self.placement.held_by(Holder("server", index))
             ranges = [[r.key, r.offset_bytes, r.numel, r.tensor.dtype] for r in held]
             payload = [self.pulled[index]] if self.rank == 0 else []
-            pendings.append(link.call("train.open", {"model": self.model, "ranges": ranges}, payload))
+            head = {"model": self.model, "ranges": ranges, "replicas": self.servers.replicas}
+            pendings.append(link.call("train.open", head, payload))
         replies = self.servers.wait(pendings, "opening a model on the servers")
         if any(reply.head["held"] for reply in replies):
             self.pull()
@@ -120,9 +129,7 @@ class Held:
                     found.append(([r.key], begin, end))
         return by_server
 
-    def push(
-        self, flat: Tensor, runs: list[list[tuple[list[int], int, int]]]
-    ) -> list[tuple[int, int, Pending]]:
+    def push(self, flat: Tensor, runs: list[list[tuple[list[int], int, int]]]) -> list[tuple[int, int, Call]]:
         """Pieces of a flat buffer to their servers: (server, number of the push, call). The buffer is the servers' until the calls
         are done."""
         sent = []
@@ -134,9 +141,9 @@ class Held:
                 sent.append((index, self._pushes, link.call("train.push", head, payload)))
         return sent
 
-    def take_back(self, pushes: Sequence[tuple[int, int, Pending]]) -> None:
+    def take_back(self, pushes: Sequence[tuple[int, int, Call]]) -> None:
         """Blocks until the buffers of these pushes are ours again; they do not count."""
-        calls = []
+        calls: list[Call] = []
         for index, number, _ in pushes:
             head = {"model": self.model, "pushes": [number]}
             calls.append(self.servers.links[index].call("train.back", head))
@@ -164,7 +171,7 @@ class Held:
         used: Sequence[str],
         out: Sequence[Tensor],
         **numbers: Any,
-    ) -> tuple[int, list[Pending]]:
+    ) -> tuple[int, list[Call]]:
         """A part of an update and its step in one call to each server, which has copies of `parts` when this returns: the number of
         the update, and the calls. `out` is written before they are done."""
         self.servers.number(self.model)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from echelon.clock import Deadline
-from echelon.errors import EchelonError, Late
+from echelon.errors import EchelonError, Late, LinkLost
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Pending:
     @property
     def failed(self) -> bool:
         return self._error is not None
+
+    @property
+    def lost(self) -> bool:
+        """Over, because the connection is."""
+        return isinstance(self._error, LinkLost)
 
     def wait(self, deadline: Deadline) -> Reply:
         """Blocks until the answer is there. Raises the server's error, LinkLost when the connection is gone, Late at the deadline

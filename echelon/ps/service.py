@@ -111,6 +111,11 @@ class Request:
         """The same for each of them."""
         return [room.num_bytes for room in self._rooms]
 
+    @property
+    def lasting(self) -> bool:
+        """Do its tensors stay as they are after the answer, until the client writes there again?"""
+        return self._buffer is None
+
     def room(self) -> list[Tensor]:
         """Memory to put the answer's tensors in, as bytes, one for each that the client has room for: its own memory where that is
         shared. answer() with views of these copies nothing."""

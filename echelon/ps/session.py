@@ -8,11 +8,15 @@ train.squares  what every worker's pushes sum up to: squares and whether it is f
 train.apply    every worker's optimizer steps: all get the new values
 train.step     a worker's part of an update and its step in one, where workers are not at one place (steps.py)
 train.pull     the values as they are
-train.values   worker 0 changed values itself
+train.values   a worker changed values itself
 train.state    the optimizer's state of some ranges
 train.load     … and back
 train.enter    a worker is in this term: told once all are. What was pushed and not used is void
 train.settle   all workers know what every server has: an update that some servers lack did not happen
+train.lead     this server leads a shard from now on: the one that did is gone
+
+Calls name the shard that they are about. A call that comes a second time, because the server that had answered or should have answered it
+is gone, is answered and not done again.
 """
 
 from __future__ import annotations
@@ -26,12 +30,14 @@ import torch
 from torch import Tensor
 
 from echelon import activity
+from echelon.control.roster import partner
 from echelon.errors import EchelonError, PeerLost, UsageError, WireError, WorldError
+from echelon.ps.copies import Copies, Copy, loaded
+from echelon.ps.mirror import Mirror, Site
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
-from echelon.ps.shard import Shard
 from echelon.ps.staleness import Staleness
-from echelon.ps.steps import Updates, check_same
+from echelon.ps.steps import check_same
 from echelon.ps.together import Together, refuse_all
 
 NAME = "train"
@@ -40,35 +46,27 @@ SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overfl
 
 
 class Training:
-    """A service of a host (service.Service). One a server; workers come over connections of their own."""
+    """A service of a host (service.Service). One a server; workers come over connections of their own. `site` is how it reaches other
+    servers, for copies of what it holds."""
 
-    def __init__(self, num_workers: int, num_servers: int = 1) -> None:
-        self.num_workers, self.num_servers = num_workers, num_servers
+    def __init__(self, num_workers: int, copies: Copies | None = None, site: Site | None = None) -> None:
+        self.num_workers, self.site = num_workers, site
+        self.copies = copies or Copies(0, num_workers, 1)
+        self.mirrors: dict[int, Mirror] = {}
         self.together = Together(num_workers)
-        self.term = 0
+        self.term = self.updates = self.sums = 0
         self._entered: dict[int, tuple[int, int]] = {}
         """Worker -> the term it is in, and its incarnation. Before the first change all are in term 0."""
-        self.updates = self.sums = 0
         self._lock = threading.Lock()
-        self._shards: dict[int, tuple[threading.Lock, Shard]] = {}
-        self._updates: dict[int, Updates] = {}
-        self._early: dict[int, list[tuple[Request, list[tuple[Any, ...]]]]] = {}
+        self._early: dict[tuple[int, int], list[tuple[Request, list[tuple[Any, ...]]]]] = {}
         """Opened by workers before worker 0 brought the values."""
         self._verbs: dict[str, Callable[[Request], None]] = {
-            "sum": self._sum,
-            "open": self._open,
-            "push": self._push,
-            "back": self._back,
-            "squares": self._squares,
-            "apply": self._apply,
-            "step": self._step_apart,
-            "values": self._values,
-            "pull": self._pull,
-            "state": self._state,
-            "load": self._load,
-            "enter": self._enter,
-            "settle": self._settle,
-        }
+            name: getattr(self, f"_{name}")
+            for name in (
+                "sum", "open", "push", "back", "squares", "apply", "step", "values", "pull", "state", "load",
+                "enter", "settle", "lead",
+            )
+        }  # fmt: skip
 
     def called(self, request: Request) -> None:
         verb = self._verbs.get(request.verb)
@@ -77,7 +75,8 @@ class Training:
         if not 0 <= request.peer.rank < self.num_workers:
             raise UsageError(f"there is no worker {request.peer.rank} of {self.num_workers}")
         activity.moved()
-        if request.verb != "enter" and self._entered.get(request.peer.rank, (0, 0))[0] < self.term:
+        outside = request.verb in ("enter", "lead")
+        if not outside and self._entered.get(request.peer.rank, (0, 0))[0] < self.term:
             raise PeerLost(f"{request.peer} called {request.verb} in a term that is over")
         try:
             verb(request)
@@ -92,26 +91,31 @@ class Training:
             for request, _ in (one for waiting in early.values() for one in waiting):
                 request.refuse(self.together.lost or PeerLost(f"{peer} is gone", peers=(peer.rank,)))
 
+    def close(self) -> None:
+        for mirror in self.mirrors.values():
+            mirror.close()
+
     def stale(self) -> list[int]:
         """By how many updates the parts of all models were behind: p50, p99, max."""
         found = Staleness()
-        for updates in list(self._updates.values()):
-            found.merge(updates.staleness.histogram(), updates.staleness.max)
+        for copy in list(self.copies.held.values()):
+            found.merge(copy.updates.staleness.histogram(), copy.updates.staleness.max)
         return [found.p50, found.p99, found.max] if found.total else []
 
-    # -- terms -----------------------------------------------------------------------------------------------------
+    # -- terms, and who leads --------------------------------------------------------------------------------------
 
     def _enter(self, request: Request) -> None:
-        term = int(request.head["term"])
+        term, shard = int(request.head["term"]), self.copies.shard_of(request)
         with self._lock:
             if term < self.term:
                 raise PeerLost(f"term {term} is over: this is term {self.term}")
             if term > self.term:
                 self._begin(term)
             self._entered[request.peer.rank] = (term, request.peer.incarnation)
-        all_of_them = self.together.add(("enter", term), request)
+        all_of_them = self.together.add(("enter", term, shard), request)
         for one in all_of_them or ():
-            one.answer({"updates": {str(model): shard.updates for model, (_, shard) in self._shards.items()}})
+            held = self.copies.of_shard(shard)
+            one.answer({"updates": {str(model): copy.shard.updates for model, copy in held.items()}})
 
     def _begin(self, term: int) -> None:
         void = f"term {term} of the run has begun: what was under way is void"
@@ -119,27 +123,53 @@ class Training:
         self.together.renew(void)
         early, self._early = self._early, {}
         refuse_all([request for waiting in early.values() for request, _ in waiting], PeerLost(void))
-        for lock, shard in self._shards.values():
-            with lock:
-                shard.forget_pushes(PeerLost(void))
+        for (shard, model), copy in list(self.copies.held.items()):
+            if shard in self.copies.leading:
+                with copy.lock:
+                    copy.shard.forget_pushes(PeerLost(void))
+                    copy.done.clear()
+                    self._mirrored(shard, "begin", model)
 
     def _settle(self, request: Request) -> None:
-        all_of_them = self.together.add(("settle", self.term), request)
+        all_of_them = self.together.add(("settle", self.term, self.copies.shard_of(request)), request)
         if all_of_them is not None:
             self._carry_out(all_of_them, lambda: self._go_back(all_of_them))
 
     def _go_back(self, requests: list[Request]) -> None:
+        number = self.copies.shard_of(requests[0])
         for model, updates in requests[0].head["updates"].items():
-            lock, shard = self._shards[int(model)]
-            with lock:
-                if shard.updates == int(updates) + 1:
-                    shard.undo()
-                elif shard.updates != int(updates):
+            copy = self.copies.held[number, int(model)]
+            with copy.lock:
+                if copy.shard.updates == int(updates) + 1:
+                    copy.shard.undo()
+                    self._mirrored(number, "undo", int(model))
+                elif copy.shard.updates != int(updates):
                     raise WorldError(
-                        f"a server is at update {shard.updates} of model {model}, others at {updates}"
+                        f"shard {number} is at update {copy.shard.updates} of model {model}, others at {updates}"
                     )
         for one in requests:
             one.answer()
+
+    def _lead(self, request: Request) -> None:
+        shard = int(request.head["shard"])
+        if self.copies.take_over(shard, int(request.head["epoch"])) and self.site is not None:
+            self._mirror(shard, there=False)
+        request.answer()
+
+    def _mirror(self, shard: int, there: bool) -> Mirror | None:
+        """How changes of this shard reach the other server that holds it."""
+        if self.site is None or self.copies.num_servers < 2:
+            return None
+        other = partner(shard, self.copies.rank, self.copies.num_servers)
+        self.mirrors[shard] = Mirror(self.copies, shard, other, self.site, there=there)
+        return self.mirrors[shard]
+
+    def _mirrored(
+        self, shard: int, verb: str, model: int, head: dict[str, Any] | None = None, *tensors: Tensor
+    ) -> None:
+        mirror = self.mirrors.get(shard)
+        if mirror is not None:
+            mirror.tell(verb, model, head or {}, tensors)
 
     # -- apply=worker ----------------------------------------------------------------------------------------------
 
@@ -168,106 +198,134 @@ class Training:
     # -- apply=server ----------------------------------------------------------------------------------------------
 
     def _open(self, request: Request) -> None:
-        model, spec = int(request.head["model"]), [tuple(r) for r in request.head["ranges"]]
+        at = self.copies.shard_of(request), int(request.head["model"])
+        spec = [tuple(r) for r in request.head["ranges"]]
+        if at[0] not in self.copies.leading:
+            raise PeerLost(f"server {self.copies.rank} does not serve shard {at[0]}")
         with self._lock:
             if self.together.lost is not None:
                 raise self.together.lost
-            if request.peer.rank == 0 and model not in self._shards:
-                waiting = [*self._early.pop(model, []), (request, spec)]
+            waiting = [(request, spec)]
+            if request.peer.rank == 0 and at not in self.copies.held:
+                waiting = [*self._early.pop(at, []), *waiting]
                 try:
-                    self._shards[model] = (
-                        threading.Lock(),
-                        Shard(spec, request.tensors[0], self.num_workers, keeps=self.num_servers > 1),
-                    )
+                    copy = self.copies.make(spec, request.tensors[0])
+                    if request.head.get("replicas"):
+                        mirror = self.mirrors.get(at[0]) or self._mirror(at[0], there=True)
+                        if mirror is not None:
+                            mirror.begin(at[1], copy)
                 except EchelonError as error:
                     refuse_all([one for one, _ in waiting], error)
                     return
                 except SENSELESS as error:
                     refuse_all([one for one, _ in waiting], _senseless(request, error))
                     return
-                self._updates[model] = Updates(self._shards[model][1])
-            elif model not in self._shards:
-                self._early.setdefault(model, []).append((request, spec))
+                self.copies.held[at] = copy
+            elif at not in self.copies.held:
+                self._early.setdefault(at, []).append((request, spec))
                 return
-            else:
-                waiting = [(request, spec)]
-            shard = self._shards[model][1]
+            shard = self.copies.held[at].shard
         for one, mine in waiting:
             if mine != shard.spec:
                 one.refuse(
-                    UsageError(f"worker {one.peer.rank} has other parameters in model {model} than worker 0")
+                    UsageError(f"worker {one.peer.rank} has other parameters in model {at[1]} than worker 0")
                 )
             else:
                 one.answer({"updates": shard.updates, "held": self.term > 0})
 
-    def _of(self, request: Request) -> tuple[threading.Lock, Shard]:
-        return self._shards[int(request.head["model"])]
-
     def _push(self, request: Request) -> None:
-        lock, shard = self._of(request)
-        with lock:
-            shard.push(request.peer.rank, request.head["push"], request.head["keys"], request)
+        copy, head = self.copies.of(request), request.head
+        with copy.lock:
+            copy.shard.push(request.peer.rank, head["push"], head["keys"], request, head.get("used", ()))
 
     def _back(self, request: Request) -> None:
-        lock, shard = self._of(request)
-        with lock:
+        copy = self.copies.of(request)
+        with copy.lock:
             for number in request.head["pushes"]:
-                shard.take_back(request.peer.rank, number)
+                copy.shard.take_back(request.peer.rank, number)
         request.answer()
 
     def _squares(self, request: Request) -> None:
-        lock, shard = self._of(request)
+        copy, keys = self.copies.of(request), request.head["keys"]
+        if self._was_done(copy, request):
+            request.answer({"squares": [0.0] * len(keys), "finite": True})  # it was heard before
+            return
         all_of_them = self._all(request, "squares")
         if all_of_them is not None:
-            with lock:
-                self._carry_out(all_of_them, lambda: self._tell_squares(shard, all_of_them))
+            with copy.lock:
+                self._carry_out(all_of_them, lambda: self._tell_squares(copy, all_of_them))
 
-    def _tell_squares(self, shard: Shard, requests: list[Request]) -> None:
-        found, finite = shard.squares(requests[0].head["keys"])
+    def _tell_squares(self, copy: Copy, requests: list[Request]) -> None:
+        found, finite = copy.shard.squares(requests[0].head["keys"])
         for one in requests:
             one.answer({"squares": found, "finite": finite})
 
     def _apply(self, request: Request) -> None:
-        lock, shard = self._of(request)
+        copy = self.copies.of(request)
+        if self._was_done(copy, request):
+            with copy.lock:
+                groups, unused = request.head["groups"], request.head["unused"]
+                keys = [*(key for _, _, of in groups for key in of), *unused]
+                copy.shard.used(keys, request.peer.rank)
+                request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
+            return
         all_of_them = self._all(request, "apply")
         if all_of_them is not None:
-            with lock:
-                self._carry_out(all_of_them, lambda: self._step(shard, all_of_them))
+            with copy.lock:
+                self._carry_out(all_of_them, lambda: self._apply_all(copy, all_of_them))
 
-    def _step(self, shard: Shard, requests: list[Request]) -> None:
-        head = requests[0].head
+    def _was_done(self, copy: Copy, request: Request) -> bool:
+        return int(request.head["number"]) <= copy.done.get(request.peer.rank, -1)
+
+    def _apply_all(self, copy: Copy, requests: list[Request]) -> None:
+        head, shard = requests[0].head, copy.shard
         groups = [(Recipe.from_plain(recipe), float(factor), keys) for recipe, factor, keys in head["groups"]]
-        shard.apply(int(head["optimizer"]), groups)
+        shard.check(key for _, _, keys in groups for key in keys)
+        self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.total)
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
-        self.updates += 1
         for one in requests:
             one.answer({"updates": shard.updates}, [shard.memory])
 
-    def _step_apart(self, request: Request) -> None:
-        lock, _ = self._of(request)
-        updates = self._updates[int(request.head["model"])]
-        number = int(request.head["number"])
-        with lock:
-            if request.head["alone"]:
-                self._carry_out([request], lambda: updates.alone(request))
-                self.updates += 1
+    def _update(self, copy: Copy, requests: list[Request], following: int, *update: Any) -> None:
+        """Here and on the partner: optimizer, groups, the gradient of a key."""
+        done = {one.peer.rank: int(one.head["number"]) for one in requests}
+        mirror = self.mirrors.get(self.copies.shard_of(requests[0]))
+        if mirror is None:
+            copy.shard.step(*update)
+            copy.done.update(done)
+        else:
+            mirror.update(int(requests[0].head["model"]), copy, done, following, *update)
+        self.updates += 1
+
+    def _step(self, request: Request) -> None:
+        copy, head = self.copies.of(request), request.head
+        updates, number = copy.updates, int(head["number"])
+        with copy.lock:
+            if self._was_done(copy, request):
+                request.answer({"updates": copy.shard.updates, "stop": updates.stop}, [copy.shard.memory])
                 return
-        all_of_them = self.together.add(("step", request.head["model"], number), request)
+            if head["alone"]:
+                step = partial(self._update, copy, [request], updates.next)
+                self._carry_out([request], lambda: updates.alone(request, step))
+                return
+        shard = self.copies.shard_of(request)
+        all_of_them = self.together.add(("step", shard, head["model"], number), request)
         if all_of_them is None:
             return
         differs = check_same(all_of_them)
         if differs is not None:
             refuse_all(all_of_them, differs)
             return
-        with lock:
+        with copy.lock:
             for due in updates.complete(number, all_of_them):
-                self._carry_out(due, partial(updates.carry_out, due))
-                self.updates += 1
+                step = partial(self._update, copy, due, int(due[0].head["number"]) + 1)
+                self._carry_out(due, partial(updates.carry_out, due, step))
 
     def _all(self, request: Request, what: str) -> list[Request] | None:
         """All workers' requests, if they ask for the same."""
         head = request.head
-        all_of_them = self.together.add((what, head["model"], head["number"]), request)
+        shard = self.copies.shard_of(request)
+        all_of_them = self.together.add((what, shard, head["model"], head["number"]), request)
         for other in all_of_them[1:] if all_of_them else []:
             first = all_of_them[0].head  # type: ignore[index]
             if other.head != first and repr(other.head) != repr(first):  # a NaN is none's equal
@@ -289,33 +347,36 @@ class Training:
             refuse_all(requests, _senseless(requests[0], error))
 
     def _values(self, request: Request) -> None:
-        lock, shard = self._of(request)
-        values = request.tensors[0]
-        if values.dtype != torch.uint8 or values.shape != shard.memory.shape:
+        copy, values = self.copies.of(request), request.tensors[0]
+        memory = copy.shard.memory
+        if values.dtype != torch.uint8 or values.shape != memory.shape:
             raise UsageError(
-                f"{request.peer} brought {values.nbytes} bytes of {values.dtype} as values: they are "
-                f"{shard.memory.numel()} bytes"
+                f"{request.peer} brought {values.nbytes} bytes of {values.dtype} as values: they are {memory.numel()} bytes"
             )
-        with lock:
-            shard.memory.copy_(values)
+        with copy.lock:
+            copy.shard.memory.copy_(values)
+            self._mirrored(
+                self.copies.shard_of(request), "values", int(request.head["model"]), {}, copy.shard.memory
+            )
         request.answer()
 
     def _pull(self, request: Request) -> None:
-        lock, shard = self._of(request)
-        with lock:
-            request.answer({"updates": shard.updates}, [shard.memory])
+        copy = self.copies.of(request)
+        with copy.lock:
+            request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
 
     def _state(self, request: Request) -> None:
-        lock, shard = self._of(request)
-        with lock:
-            told, tensors = shard.state(int(request.head["optimizer"]), request.head["keys"])
+        copy = self.copies.of(request)
+        with copy.lock:
+            told, tensors = copy.shard.state(int(request.head["optimizer"]), request.head["keys"])
             request.answer({"state": told}, tensors)
 
     def _load(self, request: Request) -> None:
-        lock, shard = self._of(request)
-        recipes = {key: Recipe.from_plain(plain) for plain, keys in request.head["recipes"] for key in keys}
-        with lock:
-            shard.load(int(request.head["optimizer"]), recipes, request.head["state"], request.tensors)
+        copy, head = self.copies.of(request), request.head
+        with copy.lock:
+            copy.shard.load(*loaded(request))
+            told = {key: head[key] for key in ("optimizer", "recipes", "state")}
+            self._mirrored(self.copies.shard_of(request), "load", int(head["model"]), told, *request.tensors)
         request.answer()
 
 

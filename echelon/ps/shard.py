@@ -7,7 +7,7 @@ that did not happen everywhere can be undone. Not for two threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +89,16 @@ class Shard:
 
     # -- what workers push -----------------------------------------------------------------------------------------
 
-    def push(self, rank: int, number: int, keys: Sequence[Sequence[int]], request: Request) -> None:
-        """Each tensor of the request is the gradients of some keys, one behind the other."""
+    def push(
+        self,
+        rank: int,
+        number: int,
+        keys: Sequence[Sequence[int]],
+        request: Request,
+        used: Sequence[int] = (),
+    ) -> None:
+        """Each tensor of the request is the gradients of some keys, one behind the other. Those of `used` count no more: it comes a
+        second time, and they were used the first time."""
         mine = self.arrived[rank]
         if number in mine.pushes or len(keys) != len(request.tensors):
             raise WireError(
@@ -102,6 +110,11 @@ class Shard:
                 if key in mine.parts or key in found:
                     raise UsageError(f"worker {rank} pushed range {key} twice in one step")
                 found[key] = part
+        for key in used:
+            found.pop(key, None)
+        if not found:
+            request.answer()
+            return
         mine.parts.update(found)  # all of it, or nothing
         mine.by_key.update(dict.fromkeys(found, number))
         mine.pushes[number] = Push(request, set(found))
@@ -146,15 +159,16 @@ class Shard:
 
     # -- what they ask for together --------------------------------------------------------------------------------
 
-    def total(self, key: int) -> Tensor:
-        """The sum of all workers' parts, in the order of ranks. Belongs to the shard until the next call."""
+    def total(self, key: int, out: Tensor | None = None) -> Tensor:
+        """The sum of all workers' parts, in the order of ranks; in `out`, if it was not there before. Else it belongs to the shard until
+        the next call."""
         if key in self.sums:
             return self.sums[key]
         self._complete(key)
         first, *others = (mine.parts[key] for mine in self.arrived)
         if not others:
             return first
-        out = self._room(first)
+        out = self._room(first) if out is None else out
         torch.add(first, others[0], out=out)
         for part in others[1:]:
             out.add_(part)
@@ -184,26 +198,25 @@ class Shard:
             finite = finite and update.finite(self.sums[key])
         return found, finite
 
-    def apply(self, optimizer: int, groups: Sequence[tuple[Recipe, float, Sequence[int]]]) -> None:
-        """One step of an optimizer: of each group on its keys, with the group's factor times the summed gradient. All of it, or
-        nothing: what is missing is noticed before."""
-        for key in (key for _, _, keys in groups for key in keys):
+    def check(self, keys: Iterable[int]) -> None:
+        """Is everything there that a step of these needs?"""
+        for key in keys:
             self._complete(key)
-        self.step(optimizer, groups, self.total)
 
     def step(
         self,
         optimizer: int,
         groups: Sequence[tuple[Recipe, float, Sequence[int]]],
-        gradient: Callable[[int], Tensor],
+        gradient: Callable[[int, Tensor | None], Tensor],
     ) -> None:
-        """As apply(), with gradients from elsewhere. An update that fails leaves everything as it was, if the version before is kept."""
+        """One update: of each group on its keys, with the group's factor times the gradient. One that fails leaves everything as it was, if
+        the version before is kept."""
         before, stepped = self.before, {}
         for recipe, factor, keys in groups:
             for key in keys:
                 held = self._range(optimizer, key, recipe)
                 after = before.room(optimizer, key, recipe) if before is not None else None
-                held.apply(gradient(key), scale=factor, numbers=recipe, out=after)
+                held.apply(gradient(key, None), scale=factor, numbers=recipe, out=after)
                 if after is not None:
                     stepped[optimizer, key] = after
         if before is not None:
@@ -253,10 +266,10 @@ class Shard:
             held = self.ranges[optimizer, key] = Range(recipe, self.values[key])
         return held
 
-    def used(self, keys: Sequence[int]) -> None:
-        """What was pushed for these keys has been used, or is not wanted: it may go."""
+    def used(self, keys: Sequence[int], only: int | None = None) -> None:
+        """What was pushed for these keys has been used, or is not wanted: it may go. `only` one worker's, if named."""
         for rank, mine in enumerate(self.arrived):
-            for key in keys:
+            for key in keys if only in (None, rank) else ():
                 if key in mine.parts:
                     self._used(rank, key)
 
@@ -274,6 +287,24 @@ class Shard:
             tensors += arrays.values()
         return told, tensors
 
+    def snapshot(self) -> tuple[list[list[Any]], list[Tensor]]:
+        """Every optimizer's state: [optimizer, key, recipe, steps, names], and the arrays of those names."""
+        told: list[list[Any]] = []
+        tensors: list[Tensor] = []
+        for (optimizer, key), held in self.ranges.items():
+            told.append([optimizer, key, held.recipe.to_plain(), held.step, list(held.arrays)])
+            tensors += held.arrays.values()
+        return told, tensors
+
+    def restore(self, told: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> None:
+        """What snapshot() gave; copies it."""
+        arrays = iter(tensors)
+        for optimizer, key, recipe, steps, names in told:
+            held = Range(Recipe.from_plain(recipe), self.values[key])
+            held.arrays = {name: next(arrays).clone() for name in names}
+            held.step = int(steps)
+            self.ranges[optimizer, key] = held
+
     def load(
         self,
         optimizer: int,
@@ -289,6 +320,8 @@ class Shard:
             if there:
                 held = found[key] = Range(recipes[key], self.values[key])
                 held.load({**arrays, **({"step": torch.tensor(float(steps))} if steps >= 0 else {})})
+        if self.before is not None:
+            self.before.last = None
         for key in recipes:
             self.ranges.pop((optimizer, key), None)
         self.ranges.update({(optimizer, key): held for key, held in found.items()})

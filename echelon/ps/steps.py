@@ -9,7 +9,7 @@ order in which they come.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from echelon.ps.service import Request
 from echelon.ps.shard import Shard
 from echelon.ps.staleness import Staleness
 
-Group = tuple[Recipe, Sequence[int]]
+Step = Callable[
+    [int, Sequence[tuple[Recipe, float, Sequence[int]]], Callable[[int, Tensor | None], Tensor]], None
+]
+"""Makes the update (Shard.step): optimizer, groups, the gradient of a key."""
 
 KEPT_EPOCHS = 8
 """Of which a server remembers the pieces; one epoch of each loader is open at a time."""
@@ -68,15 +71,15 @@ class Updates:
             self.next += 1
         return found
 
-    def alone(self, request: Request) -> None:
+    def alone(self, request: Request, step: Step) -> None:
         """One worker's part is an update, unless another's of the same pieces was one. Answers it."""
         if self.counted.first(request.peer.rank, request.head.get("pieces", ())):
-            self.carry_out([request])
+            self.carry_out([request], step)
             return
         self.stop = self.stop or bool(request.head["stop"])
         request.answer({"updates": self.shard.updates, "stop": self.stop}, [self.shard.memory])
 
-    def carry_out(self, requests: list[Request]) -> None:
+    def carry_out(self, requests: list[Request], step: Step) -> None:
         """One update from these parts, in the order in which they are given. Answers them."""
         shard, head = self.shard, requests[0].head
         parts = [_parts(shard, request) for request in requests]
@@ -89,7 +92,7 @@ class Updates:
         factor = _factor(list(sums.values()), float(head["clip_norm"]))
         for request in requests:
             self.staleness.add(max(0, shard.updates - int(request.head["version"])))
-        shard.step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], sums.__getitem__)
+        step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key, out: sums[key])
         for request in requests:
             request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
 

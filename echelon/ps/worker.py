@@ -10,15 +10,17 @@ from echelon.clock import Deadline
 from echelon.comm.group import Lost, Met, Outcome
 from echelon.control.member import Member
 from echelon.errors import EchelonError, LinkLost, PeerLost
-from echelon.ps.duty import address_key
-from echelon.ps.frame import TRAINING
 from echelon.ps.link import Link
 from echelon.ps.pending import Answered, Reply
+from echelon.ps.route import Route
+from echelon.ps.site import Finder
 
 CONNECT_S = 60.0
 WAIT_S = 1800.0
 """How long an answer may take: it may wait for the slowest worker. Who stands still is named long before (elastic/stuck.py)."""
 
+
+Way = Link | Route
 
 LANES = 4
 """Connections to a server on another host that sums go over. Streams share a link evenly, and the workers' own all-reduce has as many
@@ -29,55 +31,62 @@ class Servers:
     """Every server's link, by rank. Waits are recorded, so that a server that stands still is named."""
 
     def __init__(
-        self, links: Sequence[Link], hosts: Sequence[str], lanes: Sequence[Sequence[Link]] | None = None
+        self,
+        links: Sequence[Way],
+        hosts: Sequence[str],
+        lanes: Sequence[Sequence[Link]] = (),
+        replicas: int = 0,
     ) -> None:
-        self.links, self.hosts = list(links), list(hosts)
-        self.lanes = [list(of) for of in lanes] if lanes is not None else [[link] for link in links]
-        """By server: the connections over which sums go, the link of `links` among them."""
+        self.links, self.hosts, self.replicas = list(links), list(hosts), replicas
+        """By shard: the way to the server that holds it. With copies, another may take over."""
+        self.lanes = [list(of) for of in lanes]
+        """By server: the connections over which sums go."""
         self.numbers: dict[int, int] = {}
         """Model -> operations begun so far that every worker takes part in."""
         self._begun = self._models = 0
         self._lock = threading.Lock()
 
     @classmethod
-    def of_run(cls, member: Member, num_servers: int) -> Servers:
-        """Connects to all servers of a run; blocks until they are there."""
-        deadline = Deadline.after(CONNECT_S)
-        wire = member.dial(deadline)
+    def of_run(cls, member: Member, num_servers: int, replicas: int = 0) -> Servers:
+        """Connects to all servers of a run; blocks until they are there. With `replicas` a server that dies has a successor."""
+        deadline, finder = Deadline.after(CONNECT_S), Finder(member)
+        ways: list[Way] = []
         lanes: list[list[Link]] = []
         try:
-            for rank in range(num_servers):
-                with activity.waiting(
-                    f"{activity.SERVERS} {rank}", activity.ANYBODY, "the address of a server"
-                ):
-                    found = wire.call(
-                        "store.get", deadline, key=address_key(rank), timeout_s=CONNECT_S, term=1 << 53
-                    )
-                to = (bytes(found).decode(), member.token, member.identity, deadline)
-                lanes.append([Link.connect(*to, limits=TRAINING)])
-                if not lanes[-1][0].local:
-                    lanes[-1] += [Link.connect(*to, limits=TRAINING) for _ in range(LANES - 1)]
+            for shard in range(num_servers):
+                where = f"{activity.SERVERS} {shard}"
+                with activity.waiting(where, activity.ANYBODY, "the address of a server"):
+                    link, epoch = finder.find(shard, -1, deadline)
+                if replicas:
+                    ways.append(Route(shard, link, epoch, finder.next))
+                    continue
+                ways.append(link)
+                more = 0 if link.local else LANES - 1
+                lanes.append([link, *(finder.connect(shard, deadline) for _ in range(more))])
         except BaseException:
-            for link in (link for of in lanes for link in of):
-                link.close()
+            for way in [*ways, *(link for of in lanes for link in of)]:
+                way.close()
             raise
-        finally:
-            wire.close()
         seats = member.servers()
         hosts = [str(seats.get(rank, {}).get("host", "")) for rank in range(num_servers)]
-        return cls([of[0] for of in lanes], hosts, lanes)
+        return cls(ways, hosts, lanes, replicas)
 
     def __len__(self) -> int:
         return len(self.links)
 
     def close(self) -> None:
-        for link in (link for of in self.lanes for link in of):
-            link.close()
+        for way in [*self.links, *(link for of in self.lanes for link in of)]:
+            way.close()
 
     def new_model(self) -> int:
         """Its number: the same on all workers, since all prepare their models in the same order."""
         self._models += 1
         return self._models
+
+    @property
+    def moves(self) -> int:
+        """How often another server took over from one that died."""
+        return sum(way.moves for way in self.links if isinstance(way, Route))
 
     def number(self, model: int) -> int:
         """Of an operation in which every worker takes part: the same on all, since all begin them in the same order."""
@@ -91,10 +100,13 @@ class Servers:
         """All workers of this term call it; it returns when all did. What was pushed and not used is void, an update that some servers
         lack did not happen, and operations are counted anew. The values on the servers are not to be relied on: see Held.bring().
         Raises LinkLost, PeerLost."""
-        said = [link.call("train.enter", {"term": term}) for link in self.links]
+        for way in self.links:
+            if isinstance(way, Route):
+                way.renew()
+        said = [way.call("train.enter", {"term": term}) for way in self.links]
         found = [reply.head["updates"] for reply in self.wait(said, f"all workers in term {term}")]
-        agreed = {model: min(updates[model] for updates in found) for model in found[0]} if found else {}
-        self.wait([link.call("train.settle", {"updates": agreed}) for link in self.links], "servers to agree")
+        agreed = {model: min(updates[model] for updates in found) for model in found[0]}
+        self.wait([way.call("train.settle", {"updates": agreed}) for way in self.links], "servers to agree")
         with self._lock:
             self.numbers.clear()
             self._begun = activity.begun[activity.SERVERS] = 0

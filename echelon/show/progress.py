@@ -17,6 +17,7 @@ from echelon.events import (
     Event,
     Facts,
     Resumed,
+    ShardServed,
     StepLost,
     Warned,
 )
@@ -72,6 +73,8 @@ class Display:
         self._next_draw = self._next_plain = 0.0
         self._last_plain = ""
         self._told: set[str] = set()
+        self._alone: set[int] = set()
+        """Shards without a copy."""
         self._closed = False
 
     @property
@@ -88,6 +91,8 @@ class Display:
             self._warn(event.message, event.rank)
         elif isinstance(event, CheckpointSaved):
             self.say(*fold(saved_line(event)))
+        elif isinstance(event, ShardServed):
+            self._served(event)
         elif isinstance(event, Resumed):
             workers = f"{event.saved_by} worker{'s' * (event.saved_by != 1)}"
             for line in (f"goes on from step {event.step}, saved by {workers}: {event.path}", *event.lines):
@@ -104,6 +109,15 @@ class Display:
             if self._new(text):
                 self._warn(text, event.rank)
         self.tick()
+
+    def _served(self, event: ShardServed) -> None:
+        if event.moved:
+            self.say(*fold(f"{event.moved}: server {event.leader} has a copy and goes on in its place"))
+        elif event.copied and event.shard in self._alone:
+            self.say(
+                f"server {event.partner} has a copy again of what server {event.leader} holds (shard {event.shard})"
+            )
+        self._alone.discard(event.shard) if event.copied else self._alone.add(event.shard)
 
     def lines(self, lines: Sequence[Line]) -> None:
         """Shows what workers printed."""

@@ -428,7 +428,7 @@ AGAIN = """
 import sys
 from echelon.cli import main
 from echelon.launch import restart
-restart.after_end = lambda who, code, incarnation, strategy: restart.Again(incarnation + 1, "the test says so")
+restart.after_end = lambda who, code, incarnation, strategy, num_servers: restart.Again(incarnation + 1, "the test says so")
 main()
 """
 """The command line with another decision than this version's: whatever dies is started again."""

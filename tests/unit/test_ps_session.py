@@ -14,6 +14,7 @@ from echelon.clock import Deadline
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, PeerLost, UsageError
 from echelon.ps.held import Held
+from echelon.ps.copies import Copies
 from echelon.ps.host import Host
 from echelon.ps.link import Link
 from echelon.ps.recipes import Recipe
@@ -32,7 +33,7 @@ class Site:
     """Some servers, and workers that are connected to all of them."""
 
     def __init__(self, workers: int, servers: int, shared: bool) -> None:
-        self.training = [Training(workers) for _ in range(servers)]
+        self.training = [Training(workers, Copies(s, workers, servers)) for s in range(servers)]
         self.hosts = [Host({NAME: t}, TOKEN, RUN) for t in self.training]
         for host in self.hosts:
             host.start()
@@ -274,7 +275,7 @@ def test_another_learning_rate_is_told_to_both(site):
         assert isinstance(error, UsageError)
         assert "worker 1 steps with another groups than worker 0" in str(error)
         assert "Learning rates" in str(error)
-    assert torch.equal(made.training[0]._shards[1][1].values[0], values)
+    assert torch.equal(made.training[0].copies.held[0, 1].shard.values[0], values)
 
 
 def test_a_factor_that_is_not_a_number_is_the_same_on_all_and_steps(site):
@@ -325,7 +326,7 @@ def test_workers_with_other_parameters_are_told(site):
     found = made.all(
         lambda r: made.ask(r, "open", [memory] if r == 0 else [], model=1, ranges=ranges[r]).wait(soon()).head
     )
-    assert found[0] == {"updates": 0}
+    assert found[0] == {"updates": 0, "held": False}
     assert "worker 1 has other parameters in model 1 than worker 0" in str(found[1])
 
 
@@ -401,7 +402,7 @@ def test_garbage_is_answered_and_the_next_step_is_right(site, verb):
             with contextlib.suppress(EchelonError):
                 for rank in (0, 1) if head.get("model") == 9 else (1,):
                     made.ask(rank, verb, payload, **head).wait(soon(0.05 if verb in ("open", "push") else 30))
-    assert torch.equal(made.training[0]._shards[1][1].values[0], values)
+    assert torch.equal(made.training[0].copies.held[0, 1].shard.values[0], values)
     outs = [torch.empty(4), torch.empty(4)]
     assert made.all(lambda r: step(made, r, torch.ones(4), 77, outs[r])) == [None, None]
     assert all(torch.equal(out, values - 1.0) for out in outs)

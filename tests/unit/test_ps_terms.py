@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from echelon.errors import PeerLost
+from echelon.ps.copies import Copies
 from echelon.ps.recipes import Recipe
 from echelon.ps.session import Training
 from echelon.ps.shard import Shard
@@ -26,7 +27,7 @@ def copies(workers: int, names: str = "ab") -> list[list[tuple[str, torch.Tensor
 def many(workers: int, servers: int, site) -> Site:
     made = site(workers, servers)
     for index, host in enumerate(made.hosts):
-        training = Training(workers, servers)
+        training = Training(workers, Copies(index, workers, servers))
         made.training[index] = host.services["train"] = training
     return made
 
@@ -84,7 +85,7 @@ def test_a_worker_lost_between_two_servers_completions_leaves_no_trace(site, die
 
     errors = made.all(torn)
     assert [type(e) for e in errors[:2]] == [PeerLost, PeerLost]
-    versions = [t._shards[1][1].updates for t in made.training]
+    versions = [t.copies.held[i, 1].shard.updates for i, t in enumerate(made.training)]
     assert versions == ([3, 2] if died == "before its second apply" else [2, 2])
 
     made.links[2] = [made.connect(s, 2) for s in range(2)]
@@ -101,7 +102,7 @@ def test_a_worker_lost_between_two_servers_completions_leaves_no_trace(site, die
             mine.gather()
 
     assert made.all(again) == [None] * 3
-    assert [t._shards[1][1].updates for t in made.training] == [2, 2]
+    assert [t.copies.held[i, 1].shard.updates for i, t in enumerate(made.training)] == [2, 2]
     assert all(torch.equal(a, b) for a, b in zip(held[1].params.values(), before, strict=True))
     fresh.pull()
     everybody = [*held[:2], fresh]
@@ -126,7 +127,7 @@ def test_who_is_still_in_the_old_term_is_refused_until_it_enters(site):
     made = many(2, 1, site)
     held = made.held(copies(2))
     late, give_up = push(held[1], 0, 1), soon()
-    while not made.training[0]._shards[1][1].arrived[1].pushes:
+    while not made.training[0].copies.held[0, 1].shard.arrived[1].pushes:
         assert not give_up.passed
     first = held[0].servers.links[0].call("train.enter", {"term": 3})
     with pytest.raises(PeerLost, match="term 3 of the run has begun"):
@@ -162,7 +163,7 @@ def test_an_update_is_undone_to_the_bit_also_the_first_and_only_the_last(keeps):
         before = shard.memory.clone()
         told, arrays = shard.state(0, [0, 1])
         arrays = [x.clone() for x in arrays]
-        shard.step(0, groups, lambda key: g)
+        shard.step(0, groups, lambda key, out: g)
         assert not torch.equal(shard.memory, before)
         shard.undo()
         assert torch.equal(shard.memory, before)
@@ -171,8 +172,8 @@ def test_an_update_is_undone_to_the_bit_also_the_first_and_only_the_last(keeps):
         assert all(torch.equal(a, b) for a, b in zip(arrays, now, strict=True))
         with pytest.raises(Exception, match="not kept"):
             shard.undo()
-        shard.step(0, groups, lambda key: g)
+        shard.step(0, groups, lambda key, out: g)
     plain = Shard(shard.spec, memory, 1)
     for _ in range(3):
-        plain.step(0, groups, lambda key: g)
+        plain.step(0, groups, lambda key, out: g)
     assert torch.equal(plain.memory, shard.memory)
