@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from echelon.data.deal import Cut, Done
 from echelon.ps.live import LiveGroup
-from echelon.ps.taking import Taker
+from echelon.ps.taking import Taker, first_link
 from echelon.ps.worker import Servers
 
 
@@ -39,7 +39,7 @@ class FeedDeal:
 
     def states(self) -> dict[int, tuple[int, list[int]]]:
         servers = self.apart.servers
-        call = servers.links[0].call("deal.states", {"feed": self.number})
+        call = first_link(servers).call("deal.states", {"feed": self.number})
         (reply,) = servers.wait([call], "which batches are done")
         return {int(epoch): (int(low), list(above)) for epoch, low, above in reply.head["states"]}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from echelon import coding
+from echelon import coding, demands
 from echelon.errors import StrategyError
 
 FORMS = ("allreduce", "ps", "sharded", "auto")
@@ -99,8 +99,7 @@ class Strategy:
     """With ps: workers whose late parts of a step are not waited for."""
 
     aggregate: int = 0
-    """With ps: parts that make an update, whoever computed them; more than there are workers lets one give several. 0: one of each
-    worker, less `backup`."""
+    """With ps: parts that make an update, also more than there are workers; 0 for one of each worker, less `backup`."""
 
     compensation: float = 0.0
     """With update=async: λ of delay compensation; a late gradient g becomes g + λ·g·g·(parameters now - parameters then)."""
@@ -191,7 +190,7 @@ class Strategy:
     def copies(self, num_servers: int) -> int:
         """How many copies there are of what each server holds."""
         wanted = self.replicas if self.replicas >= 0 else 1
-        return wanted if self.servers_hold and num_servers > 1 else 0
+        return wanted if self.servers_hold and num_servers > 1 and not self.dealt else 0
 
     def __str__(self) -> str:
         rest = [f"{k}={_spell(v)}" for k, v in self.changed().items() if k != "form"]
@@ -318,6 +317,7 @@ def require_whole(strategy: Strategy) -> None:
         f"compress={strategy.compress} with apply=server, bounded or async: servers take gradients as they are",
         "Use update=sync with apply=worker, where the workers code what they send, or leave compress out.",
     )
+    demands.dealt(strategy)
 
 
 def require_servers(strategy: Strategy, num_servers: int) -> None:
@@ -347,7 +347,7 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "backup", "local_steps", "level", "schedule",
+        "data", "local_steps", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
@@ -362,16 +362,8 @@ def require_built(strategy: Strategy) -> None:
 
 def _from_text(key: str, text: str, hint: Any) -> Any:
     if hint is bool:
-        known = {
-            "true": True,
-            "1": True,
-            "yes": True,
-            "on": True,
-            "false": False,
-            "0": False,
-            "no": False,
-            "off": False,
-        }
+        words = (("true", "1", "yes", "on"), True), (("false", "0", "no", "off"), False)
+        known = {word: meant for spelled, meant in words for word in spelled}
         if text.lower() in known:
             return known[text.lower()]
         raise StrategyError(f"{key}={text} is neither true nor false")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.errors import PREEMPTED
 from echelon.events import Configured, Event, Failed
-from echelon.launch import blame
+from echelon.launch import blame, restart
 from echelon.launch.blame import Exit, Verdict
 
 IN_ORDER = (0, PREEMPTED)
@@ -33,6 +34,21 @@ class Ends:
 
     def put(self, who: Who, end: Exit) -> None:
         (self.servers if who.role == SERVER else self.workers)[who.rank] = end
+
+    def without(self, who: Who, num_workers: int) -> str:
+        """Do the others go on without this worker? What people are told then; its end is no failure of the run."""
+        end = self.workers.get(who.rank) if who.role == WORKER else None
+        follows = (
+            restart.without(who, end.code, self.strategy, num_workers - len(self.workers)) if end else None
+        )
+        if end is None or follows is None:
+            return ""
+        self.workers[who.rank] = replace(end, spared=True)
+        return f"{who} was killed (signal {end.signal}): the others go on without it, {follows.reason}"
+
+    @property
+    def spared(self) -> list[int]:
+        return sorted(rank for rank, end in self.workers.items() if end.spared)
 
     def forget(self, who: Who) -> None:
         """It is started again: how it ended counts no more."""

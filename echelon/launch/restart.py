@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.control.roster import SERVER, Who
+from echelon.control.roster import SERVER, WORKER, Who
 from echelon.strategy import Strategy
 
 MAX_RESTARTS = 5
@@ -28,6 +28,23 @@ class GiveUp:
     """It stays away: for a worker or server that is the end of the run."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """It stays away, and the others go on without it."""
+
+    reason: str
+
+
+def without(who: Who, code: int, strategy: Mapping[str, Any], others: int) -> GoOn | None:
+    """A worker was killed: do the others go on without it? They do where they take batches by themselves (async, backup): what it had is
+    dealt again. Worker 0 is the one that prints and writes, so not without it; `others` are the workers that have not ended."""
+    if who.role != WORKER or who.rank == 0 or not 128 < code < 193 or others < 1:
+        return None
+    if not Strategy(**strategy).dealt:
+        return None
+    return GoOn("what it had taken is dealt to the others")
 
 
 def after_end(

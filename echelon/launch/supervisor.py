@@ -251,6 +251,9 @@ class Supervisor:
         self.ends.put(who, end)
         if end.ours or not end.failed or self.preempting.in_order(end):
             return
+        if self.display.progress.step and (words := self.ends.without(who, self.plan.num_workers)):
+            self.display.say(*fold(words))
+            return
         before = self.folder.processes[who].incarnation
         follows = restart.after_end(who, end.code, before, self.ends.strategy, self.plan.num_servers)
         if isinstance(follows, restart.GiveUp):

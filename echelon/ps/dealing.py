@@ -46,6 +46,8 @@ class Dealing:
 
     def __init__(self, num_workers: int) -> None:
         self.live = set(range(num_workers))
+        self.dropped = 0
+        """Parts that came too late for their step."""
         self.returned = 0
         """Pieces that came back from workers that are gone."""
         self._epochs: dict[Epoch, Open] = {}

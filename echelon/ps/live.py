@@ -10,6 +10,7 @@ from torch import Tensor
 from echelon.comm import plain
 from echelon.comm.group import Done, Lost, Op, Work
 from echelon.errors import LinkLost, PeerLost, UsageError
+from echelon.ps.taking import first_link
 from echelon.ps.worker import Servers, lost
 
 
@@ -35,7 +36,7 @@ class LiveGroup:
         flat = x.detach().reshape(-1).cpu()
         data = (flat if flat.numel() else torch.zeros(1)).contiguous().view(torch.uint8).clone()
         try:
-            call = self.servers.links[0].call("deal.meet", head, data)
+            call = first_link(self.servers).call("deal.meet", head, data)
             (reply,) = self.servers.wait([call], "the other workers")
         except (LinkLost, PeerLost) as error:
             return lost(error)

@@ -6,11 +6,19 @@ from collections.abc import Callable, Sequence
 
 from echelon.clock import Deadline
 from echelon.errors import Late
+from echelon.ps.link import Link
 from echelon.ps.pending import Pending
+from echelon.ps.route import Route
 from echelon.ps.worker import Servers
 
 MOMENT_S = 0.02
 """How long a loader with other batches under way waits for the answer of a question that it just asked."""
+
+
+def first_link(servers: Servers) -> Link:
+    """To the server that deals. It has no copy: nobody takes over when it dies."""
+    way = servers.links[0]
+    return way.link if isinstance(way, Route) else way
 
 
 class Taker:
@@ -22,7 +30,7 @@ class Taker:
     def __init__(
         self, servers: Servers, feed: int, epoch: int, total: int | None, low: int, above: Sequence[int]
     ) -> None:
-        self.servers, self.link = servers, servers.links[0]
+        self.servers, self.link = servers, first_link(servers)
         self.key = {"feed": feed, "epoch": epoch}
         self.total = total
         self.low, self.began = low, (low, list(above))

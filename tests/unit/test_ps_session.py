@@ -13,8 +13,8 @@ import torch
 from echelon.clock import Deadline
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, PeerLost, UsageError
-from echelon.ps.held import Held
 from echelon.ps.copies import Copies
+from echelon.ps.held import Held
 from echelon.ps.host import Host
 from echelon.ps.link import Link
 from echelon.ps.recipes import Recipe
