@@ -47,9 +47,9 @@ class World:
     worker_hosts: tuple[str, ...] = ()
 
     def close(self) -> None:
-        self.groups.close()
         if self.servers is not None:
-            self.servers.close()
+            self.servers.close()  # first: whoever meets there need not wait for a worker that came to its end
+        self.groups.close()
 
 
 def world(place: Place, strategy: Strategy, member: Member | None) -> World:

@@ -3,7 +3,7 @@
 deal.take    the next piece of an epoch; answered when there is one, or when all are done
 deal.idle    the worker waits for what it asked for: until then it is answered only while plenty is left
 deal.done    these pieces are in updates
-deal.back    these are not: others may have them
+deal.leave   the worker left the epoch: others may have what it did not use
 deal.end     so many pieces there are
 deal.state   which pieces of an epoch are done, for a checkpoint; deal.states: of all epochs of a loader that are open
 deal.meet    every worker's bytes to every worker; answered once all that are still there have come
@@ -58,7 +58,7 @@ class Dealing:
             "take": self._take,
             "idle": self._idle,
             "done": self._done,
-            "back": self._back,
+            "leave": self._leave,
             "end": self._end,
             "state": self._state,
             "states": self._states,
@@ -127,8 +127,15 @@ class Dealing:
     def _done(self, request: Request) -> list[Callable[[], None]]:
         return self._told(request, lambda p, numbers: p.done(numbers, request.peer.rank))
 
-    def _back(self, request: Request) -> list[Callable[[], None]]:
-        return self._told(request, lambda p, numbers: p.back(numbers, request.peer.rank))
+    def _leave(self, request: Request) -> list[Callable[[], None]]:
+        key, rank = _epoch(request), request.peer.rank
+        answers: list[Callable[[], None]] = [request.answer]
+        if key in self._epochs:
+            asked = self._epochs[key].asking.pop(rank, None)
+            answers += [_later(asked, {"over": True})] if asked is not None else []
+            self._epochs[key].pieces.lose(rank)
+            answers += self._deal(key)
+        return answers
 
     def _end(self, request: Request) -> list[Callable[[], None]]:
         return self._told(request, lambda p, _: p.end(int(request.head["total"])))

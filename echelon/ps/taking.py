@@ -88,22 +88,9 @@ class Taker:
 
     def leave(self) -> None:
         """The loop was left: others may have what this worker did not use."""
-        if self._asked is not None and not self._asked.done:
-            self.link.call("deal.idle", self.key)  # so that it is answered
-        if self._asked is not None:
-            self._asked.then(self._give_back)
-        else:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        asked, self._asked = self._asked, None
-        mine = list(self.open)
-        if asked is not None and not asked.failed:
-            head = asked.wait(Deadline.after(0)).head
-            mine += [int(head["piece"])] if "piece" in head else []
-        self.open, self.over = [], True
-        if mine:
-            self.link.call("deal.back", {**self.key, "pieces": mine})
+        if not self.over:
+            self.over, self.open = True, []
+            self.link.call("deal.leave", self.key)
 
     def state(self) -> tuple[int, list[int]]:
         """(low, above): which pieces are done now."""

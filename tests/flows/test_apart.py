@@ -39,18 +39,18 @@ for epoch in run.epochs(int(sys.argv[1])):
 @pytest.mark.parametrize("update", ["async", "bounded,staleness=2"])
 def test_sigterm_stops_workers_wherever_they_are_and_resume_takes_the_rest(start_run, tmp_path, update):
     options = ("--servers", "1", "--strategy", f"ps,update={update}", "--name", "apart")
-    running = start_run(SCRIPT, "8", workers=3, options=options)
+    running = start_run(SCRIPT, "16", workers=3, options=options)
     running.until(lambda: running.shows("epoch 1"), 60)
     running.kill("worker", 1, signal.SIGTERM)
     stopped = running.wait(60)
     assert stopped.code == 75, stopped.err[-3000:]
-    assert 44 < _seen(tmp_path) < 8 * 44
+    assert 44 < _seen(tmp_path) < 16 * 44
     fewer = 2 if update == "async" else 3  # the ledger is nobody's in particular
-    again = start_run(SCRIPT, "8", workers=fewer, options=(*options, "--resume"))
+    again = start_run(SCRIPT, "16", workers=fewer, options=(*options, "--resume"))
     result = again.wait(90)
     assert result.code == 0, result.err[-3000:]
-    assert "epoch 7" in result.out + result.err
-    assert _seen(tmp_path) == 8 * 44
+    assert "epoch 15" in result.out + result.err
+    assert _seen(tmp_path) == 16 * 44
     assert re.search(r"server 0: \d+ MiB, [\d,]+ updates", result.err)
 
 
