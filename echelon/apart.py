@@ -13,8 +13,8 @@ from echelon.ps.worker import Servers
 class Apart:
     """One a run, the same calls in the same order on every worker. `group` is where they meet, outside of their steps."""
 
-    def __init__(self, servers: Servers, rank: int, size: int) -> None:
-        self.servers, self.rank = servers, rank
+    def __init__(self, servers: Servers, rank: int, size: int, tells: bool = True) -> None:
+        self.servers, self.rank, self.tells = servers, rank, tells
         self.group = LiveGroup(servers, servers.new_model(), rank, size)
 
     def feed(self) -> FeedDeal:
@@ -35,7 +35,9 @@ class FeedDeal:
     number: int
 
     def begin(self, epoch: int, total: int | None, done: Done) -> Taker:
-        return Taker(self.apart.servers, self.number, epoch, total, done.low, done.above)
+        taker = Taker(self.apart.servers, self.number, epoch, total, done.low, done.above)
+        taker.tells = self.apart.tells
+        return taker
 
     def states(self) -> dict[int, tuple[int, list[int]]]:
         servers = self.apart.servers

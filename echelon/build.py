@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from echelon import coding
+from echelon import coding, demands
 from echelon.apart import Apart
 from echelon.comm.codecs.plan import pays
 from echelon.comm.group import Group
@@ -21,6 +21,7 @@ from echelon.errors import StrategyError
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
+from echelon.parallel.first import FirstSync, Need
 from echelon.parallel.pushpull import PushSync
 from echelon.parallel.stale import FreeSync, StaleSync
 from echelon.parallel.sums import SumWire, servers_share
@@ -56,6 +57,7 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     """Joins the other ranks; blocks until all are there."""
     require_built(strategy)
     require_whole(strategy)
+    demands.workers(strategy, place.world_size)
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
@@ -81,12 +83,16 @@ def grad_sync(
         "bucket_bytes": int(strategy.bucket_mib * MIB),
         "first_bucket_bytes": int(strategy.first_bucket_mib * MIB),
     }
-    if world.servers is not None and strategy.update in ("bounded", "async"):
+    if world.servers is not None and (strategy.dealt or strategy.update == "bounded"):
         if strategy.clip_norm and len(world.servers) > 1:
             raise StrategyError(
-                f"clip_norm with update={strategy.update} and {len(world.servers)} servers: each would know only its part of the norm",
+                f"clip_norm with workers that are not at one place and {len(world.servers)} servers: each would know only its part of the norm",
                 remedy="Use --servers 1, or update=sync.",
             )
+        if strategy.update == "sync":
+            need = Need(strategy.backup, strategy.aggregate, strategy.loss == "mean")
+            model = world.servers.new_model()
+            return FirstSync(params, group, world.servers, model, need, strategy.clip_norm, **sizes)
         kind = FreeSync if strategy.update == "async" else StaleSync
         limits = (strategy.staleness, strategy.clip_norm)
         return kind(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
@@ -106,7 +112,7 @@ def apart(strategy: Strategy, world: World) -> Apart | None:
     """How workers go on without waiting for each other; None where they are at one place."""
     if not strategy.dealt or world.servers is None:
         return None
-    return Apart(world.servers, world.rank, world.size)
+    return Apart(world.servers, world.rank, world.size, tells=strategy.update == "async")
 
 
 def cut(strategy: Strategy, world: World) -> Cut:

@@ -31,6 +31,14 @@ class Rewindable(Protocol):
         """Yields again what was not; returns how many parts that is."""
         ...
 
+    def samples(self) -> int:
+        """Of what was yielded since the last commit."""
+        ...
+
+    def drop(self) -> None:
+        """What was yielded since the last commit counts for nothing: others will have it."""
+        ...
+
     def leave(self) -> None:
         """The run stops here: gives back what was taken and not used."""
         ...

@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from echelon import build, facts
 from echelon.apart import Apart
-from echelon.errors import UsageError
+from echelon.errors import StrategyError, UsageError
 from echelon.loop import Stepping
 from echelon.mesh.layout import Stateful
 from echelon.parallel import norm
 from echelon.parallel.average import Average
 from echelon.parallel.coded import CodedWire
+from echelon.parallel.first import FirstSync
 from echelon.parallel.stale import FreeSync
 from echelon.prepare import model as models
 from echelon.prepare.keep import Buffers, Hyper, Tensors, Tracked
@@ -132,12 +133,30 @@ class Prepared:
         sync.saves = lambda: self.saves
         if isinstance(sync, FreeSync):
             sync.pieces = self._held
+        if isinstance(sync, FirstSync):
+            self._one_model()
+            sync.count = self._samples
+            sync.on_dropped = self._dropped
         self._owned |= {id(p) for _, p, _ in params}
         self.machine.syncs.append(sync)
         if isinstance(sync.wire, CodedWire):
             self.machine.keepers.append(sync.wire)
         self._link()
         return sync
+
+    def _one_model(self) -> None:
+        if self.machine.syncs:
+            raise StrategyError(
+                "with backup or aggregate one model is trained: the samples of a late part are dealt again for it",
+                remedy="Put both into one module with one optimizer, or use update=sync or async.",
+            )
+
+    def _samples(self) -> int:
+        return sum(loader.samples() for loader in self.machine.loaders) or 1
+
+    def _dropped(self) -> None:
+        for loader in self.machine.loaders:
+            loader.drop()
 
     def _held(self) -> list[list[int]]:
         return [held for loader in self.machine.loaders for held in loader.held()]

@@ -144,6 +144,15 @@ def pieces(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[l
             number += 1
 
 
+def num_pieces(batches: int, size: int, last: int, cut: Cut) -> int:
+    """How many pieces() gives, of so many batches of `size` samples, the last one of `last`."""
+    groups, rest = divmod(batches, cut.accumulate)
+    whole = min(cut.pieces, size)
+    if rest == 0:
+        groups, rest = groups - 1, cut.accumulate
+    return groups * whole + (whole if rest > 1 else min(cut.pieces, last))
+
+
 @dataclass(frozen=True)
 class Done:
     """Which pieces of an epoch are done, and how it was cut into them: plain data for checkpoints."""
@@ -189,7 +198,8 @@ class Takes(Protocol):
     """All pieces before this one are done: nobody will get one of them."""
     over: bool
     before_wait: Callable[[], None]
-    """Called before this worker waits for a piece."""
+    after_wait: Callable[[], None]
+    """Called before this worker waits for a piece, and when it got one."""
 
     def take(self, wait: bool) -> int | None:
         """The next piece; None for none now (without `wait`), or none any more (`over`)."""

@@ -33,6 +33,14 @@ class Ledger:
             self._seen.add(key)
             self.epochs.setdefault(micro.epoch, EpochLedger()).planned += len(micro.ids)
 
+    def drop(self, part: Part) -> None:
+        """It came too late: others will have these samples."""
+        micro = part.micro
+        key = (micro.epoch, micro.batch, micro.slice)
+        if key in self._seen:
+            self._seen.discard(key)
+            self.epochs[micro.epoch].planned -= len(micro.ids)
+
     def commit(self, part: Part, rank: int, size: int) -> None:
         """The step that this part belongs to was applied."""
         micro = part.micro

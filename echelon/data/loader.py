@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from echelon.control.terminated import spare_this_process
 from echelon.data import order
-from echelon.data.deal import BEGINNING, Cut, Done, Micro, Picker, Position, Takes, micros, pieces
+from echelon.data.deal import BEGINNING, Cut, Done, Micro, Picker, Position, Takes, micros, num_pieces, pieces
 from echelon.data.randomness import capture, mix, restore, seed_cpu
 from echelon.env import place
 
@@ -281,9 +281,8 @@ class MapParts:
         mine = Done(self.cut.accumulate, self.cut.pieces)
         if done and (done[-1].accumulate, done[-1].pieces) == (mine.accumulate, mine.pieces):
             mine = done.pop()
-        total = None
-        if not done and mine.pieces == 1 and order.knows_its_length(self.user):
-            total = -(-len(self.user) // mine.accumulate)
+        sizes = order.batch_sizes(self.user)
+        total = num_pieces(*sizes, self.cut) if sizes is not None and not done else None
         self.takes = self.take(epoch, total, mine)
         picker = Picker(pieces(self._order(epoch, done), epoch, self.cut), self.takes)
         ghost = picker.first if place.ghost else None

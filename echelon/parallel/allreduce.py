@@ -377,6 +377,9 @@ class AllReduceSync:
     def drain(self) -> None:
         pass
 
+    def fresh(self) -> None:
+        pass
+
     def lost(self) -> Outcome:
         return merge(self.outcomes)
 

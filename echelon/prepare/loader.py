@@ -225,7 +225,7 @@ class Feed:
     def _take(self, epoch: int, total: int | None, done: Done) -> Takes:
         assert self.deal is not None
         takes = self.deal.begin(epoch, total, done)
-        takes.before_wait = self._settle
+        takes.before_wait, takes.after_wait = self._settle, self.machine.fresh
         return takes
 
     def _settle(self) -> None:
@@ -288,6 +288,15 @@ class Feed:
         if not self._parts.copies:  # a stream has no order
             order.pass_over(self.user, self.seed, range(self.passed, epochs))
         self.passed = max(self.passed, epochs)
+
+    def samples(self) -> int:
+        return sum(part.count for loop in self.loops for part in loop.uncommitted)
+
+    def drop(self) -> None:
+        for loop in self.loops:
+            for part in loop.uncommitted:
+                self.ledger.drop(part)
+            loop.uncommitted = []
 
     def held(self) -> list[list[int]]:
         """[loader, epoch, piece] of what was yielded since the last commit, where pieces are taken."""

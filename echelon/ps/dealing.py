@@ -6,6 +6,8 @@ deal.done    these pieces are in updates
 deal.leave   the worker left the epoch: others may have what it did not use
 deal.end     so many pieces there are
 deal.state   which pieces of an epoch are done, for a checkpoint; deal.states: of all epochs of a loader that are open
+deal.part    a part that all servers hold: answered when its worker may go on, with the updates that were made (deciding.py)
+deal.catch_up  the same without a part
 deal.meet    every worker's bytes to every worker; answered once all that are still there have come
 
 A worker whose connection ends is gone: its pieces wait again, and nobody waits for it.
@@ -21,6 +23,7 @@ import torch
 
 from echelon import activity
 from echelon.errors import UsageError, WireError
+from echelon.ps.deciding import Answer, Decider
 from echelon.ps.pieces import Pieces
 from echelon.ps.service import Peer, Request
 
@@ -46,13 +49,16 @@ class Dealing:
 
     def __init__(self, num_workers: int) -> None:
         self.live = set(range(num_workers))
-        self.dropped = 0
-        """Parts that came too late for their step."""
         self.returned = 0
         """Pieces that came back from workers that are gone."""
         self._epochs: dict[Epoch, Open] = {}
         self._over: set[Epoch] = set()
         self._meetings: dict[tuple[int, int], dict[int, Request]] = {}
+        self._deciders: dict[int, Decider] = {}
+        """By model."""
+        self._parts: dict[tuple[int, int], Request] = {}
+        """(Model, worker) -> its question how to go on."""
+        self._stop = False
         self._lock = threading.Lock()
         self._verbs: dict[str, Callable[[Request], list[Callable[[], None]]]] = {
             "take": self._take,
@@ -63,6 +69,8 @@ class Dealing:
             "state": self._state,
             "states": self._states,
             "meet": self._meet,
+            "part": self._part,
+            "catch_up": self._catch_up,
         }
 
     def called(self, request: Request) -> None:
@@ -74,7 +82,7 @@ class Dealing:
             with self._lock:
                 if request.peer.rank not in self.live:
                     raise UsageError(f"{request.peer} is gone: what it had was dealt to others")
-                answers = verb(request)
+                answers = [*verb(request), *self._look()]
         except SENSELESS as error:
             text = f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"
             raise WireError(text[:500]) from None
@@ -94,6 +102,10 @@ class Dealing:
             for key in list(self._meetings):
                 self._meetings[key].pop(peer.rank, None)
                 answers += self._met(key)
+            for model, decider in self._deciders.items():
+                self._parts.pop((model, peer.rank), None)
+                answers += self._answered(model, decider.lost(peer.rank))
+            answers += self._look()
         for answer in answers:
             answer()
 
@@ -135,6 +147,8 @@ class Dealing:
             answers += [_later(asked, {"over": True})] if asked is not None else []
             self._epochs[key].pieces.lose(rank)
             answers += self._deal(key)
+        for model, decider in self._deciders.items():
+            answers += self._answered(model, decider.lost(rank))  # until it comes with a part again
         return answers
 
     def _end(self, request: Request) -> list[Callable[[], None]]:
@@ -206,6 +220,62 @@ class Dealing:
             return [lambda r=r: r.refuse(error) for r in here.values()]  # type: ignore[misc]
         rows = torch.stack(brought)
         return [lambda r=r: r.answer({"ranks": ranks}, [rows]) for r in here.values()]  # type: ignore[misc]
+
+    # -- steps of the first parts ------------------------------------------------------------------------------------
+
+    def _part(self, request: Request) -> list[Callable[[], None]]:
+        head, rank, model = request.head, request.peer.rank, int(request.head["model"])
+        self._stop = self._stop or bool(head["stop"])
+        self._parts[model, rank] = request
+        found = self._decider(model, int(head["backup"]), int(head["aggregate"]))
+        numbers = int(head["number"]), int(head["version"]), int(head["count"])
+        return self._answered(model, found.part(rank, *numbers, head["pieces"]))
+
+    def _catch_up(self, request: Request) -> list[Callable[[], None]]:
+        head, rank, model = request.head, request.peer.rank, int(request.head["model"])
+        self._parts[model, rank] = request
+        found = self._decider(model, int(head["backup"]), int(head["aggregate"]))
+        return self._answered(model, [found.catch_up(rank, int(head["version"]), bool(head["begins"]))])
+
+    def _decider(self, model: int, backup: int, aggregate: int) -> Decider:
+        if model not in self._deciders:
+            self._deciders[model] = Decider(self.live, backup, aggregate, self._find, self._more)
+        return self._deciders[model]
+
+    def _find(self, feed: int, epoch: int) -> Pieces | None:
+        found = self._epochs.get((feed, epoch))
+        return found.pieces if found is not None else None
+
+    def _more(self) -> bool:
+        return any(epoch.pieces.waiting for epoch in self._epochs.values())
+
+    def _look(self) -> list[Callable[[], None]]:
+        """Pieces came back or are used up: what does that change for those who decide?"""
+        if not self._deciders:
+            return []
+        waiting = {rank for epoch in self._epochs.values() for rank in epoch.asking if rank in epoch.idle}
+        answers = []
+        for model, decider in self._deciders.items():
+            for rank in waiting:
+                answers += self._answered(model, decider.idle(rank))
+            answers += self._answered(model, decider.look())
+        for key in list(self._epochs):
+            answers += self._deal(key)
+        return answers
+
+    def _answered(self, model: int, found: list[Answer]) -> list[Callable[[], None]]:
+        answers = []
+        for one in found:
+            request = self._parts.pop((model, one.worker), None)
+            if request is not None:
+                head = {"version": one.version, "log": one.log, "used": one.used, "stop": self._stop}
+                answers.append(_later(request, head))
+        return answers
+
+    @property
+    def dropped(self) -> int:
+        """Parts that came too late for their step."""
+        return sum(decider.dropped for decider in list(self._deciders.values()))
 
 
 def _epoch(request: Request) -> Epoch:

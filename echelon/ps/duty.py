@@ -40,7 +40,7 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
-    from echelon.ps import copies, dealing, session
+    from echelon.ps import copies, dealing, parts, session
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
     from echelon.ps.site import RunSite
@@ -50,6 +50,7 @@ def serve(member: Member, place: Place) -> int:
     training = session.Training(place.world_size, held, RunSite(member))
     services: dict[str, Service] = {session.NAME: training, copies.NAME: copies.Copying(held)}
     services[dealing.NAME] = deals = dealing.Dealing(place.world_size)
+    services[parts.NAME] = parts.Parts(training, held)
     host = Host(services, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()
     try:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+HELD = -1
+"""In place of a worker: a part computed from it is here, and stays whoever goes."""
+
 
 class Pieces:
     """One epoch of one loader. `low` and `above` are those that were done in an earlier life of the run."""
@@ -51,6 +54,11 @@ class Pieces:
             self.low += 1
         self._next = max(self._next, self.low)
 
+    def hold(self, number: int, worker: int) -> None:
+        """A part that was computed from it is here: it stays, even if the worker goes."""
+        if self._out.get(number) == worker:
+            self._out[number] = HELD
+
     def back(self, pieces: Iterable[int], worker: int) -> list[int]:
         """Not used: they wait again. Gives those that do."""
         found = [number for number in pieces if self._out.get(number) == worker]
@@ -80,6 +88,11 @@ class Pieces:
         if self.total is None:
             return True
         return len(self._back) + self.total - self._next > workers
+
+    @property
+    def waiting(self) -> bool:
+        """Can somebody take one now, as far as is known?"""
+        return bool(self._back) or self.total is None or self._next < self.total
 
     @property
     def over(self) -> bool:

@@ -82,14 +82,14 @@ class Updates:
     def carry_out(self, requests: list[Request], step: Step) -> None:
         """One update from these parts, in the order in which they are given. Answers them."""
         shard, head = self.shard, requests[0].head
-        parts = [_parts(shard, request) for request in requests]
+        parts = [parts_of(shard, request) for request in requests]
         used = {int(key) for request in requests for key in request.head["used"]}
         self.stop = self.stop or any(bool(request.head["stop"]) for request in requests)
         groups = [
             (Recipe.from_plain(recipe), [k for k in keys if k in used]) for recipe, keys in head["groups"]
         ]
         sums = {key: _sum([p[key] for p in parts]) for _, keys in groups for key in keys}
-        factor = _factor(list(sums.values()), float(head["clip_norm"]))
+        factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
         for request in requests:
             self.staleness.add(max(0, shard.updates - int(request.head["version"])))
         step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key, out: sums[key])
@@ -97,7 +97,7 @@ class Updates:
             request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
 
 
-def _parts(shard: Shard, request: Request) -> dict[int, Tensor]:
+def parts_of(shard: Shard, request: Request) -> dict[int, Tensor]:
     keys = request.head["keys"]
     if len(keys) != len(request.tensors):
         raise WireError(f"{request.peer} sent {len(request.tensors)} tensors for {len(keys)} runs of keys")
@@ -116,7 +116,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return out
 
 
-def _factor(sums: Sequence[Tensor], clip_norm: float) -> float:
+def clip_factor(sums: Sequence[Tensor], clip_norm: float) -> float:
     """As torch.nn.utils.clip_grad_norm_, over what this server holds: everything, or clip_norm was refused."""
     if clip_norm <= 0:
         return 1.0

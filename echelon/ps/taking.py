@@ -36,6 +36,9 @@ class Taker:
         self.low, self.began = low, (low, list(above))
         self.over = False
         self.before_wait: Callable[[], None] = lambda: None
+        self.after_wait: Callable[[], None] = lambda: None
+        self.tells = True
+        """Whether this worker tells what is done; where updates are the first parts, the server knows."""
         self.open: list[int] = []
         """Pieces that this worker has and has not told to be done."""
         self._asked: Pending | None = None
@@ -46,6 +49,7 @@ class Taker:
             return None
         self._ask(idle=wait)
         assert self._asked is not None
+        waits = wait and not self._asked.done
         if not self._asked.done:
             if not wait:
                 try:
@@ -54,7 +58,7 @@ class Taker:
                     return None
             else:
                 self.before_wait()
-                self.done(list(self.open))  # nothing of it will be trained on before there is another piece
+                self._tell(list(self.open))  # nothing of it will be trained on before there is another piece
                 self.link.call("deal.idle", self.key)
         (reply,) = self.servers.wait([self._asked], "the next batch that is to be dealt")
         self._asked = None
@@ -65,6 +69,8 @@ class Taker:
         number = int(reply.head["piece"])
         self.open.append(number)
         self._ask(idle=False)
+        if waits:
+            self.after_wait()
         return number
 
     def _ask(self, idle: bool) -> None:
@@ -81,6 +87,11 @@ class Taker:
 
     def done(self, pieces: Sequence[int]) -> None:
         """They are in updates. Does not wait."""
+        if self.tells:
+            self._tell(pieces)
+        self.open = [number for number in self.open if number not in pieces]
+
+    def _tell(self, pieces: Sequence[int]) -> None:
         mine = [number for number in pieces if number in self.open]
         if mine:
             self.open = [number for number in self.open if number not in mine]
