@@ -93,9 +93,12 @@ def grad_sync(
             need = Need(strategy.backup, strategy.aggregate, strategy.loss == "mean")
             model = world.servers.new_model()
             return FirstSync(params, group, world.servers, model, need, strategy.clip_norm, **sizes)
-        kind = FreeSync if strategy.update == "async" else StaleSync
         limits = (strategy.staleness, strategy.clip_norm)
-        return kind(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+        if strategy.update == "bounded":
+            return StaleSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+        free = FreeSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+        free.compensation, free.divided = strategy.compensation, strategy.stale_lr == "divided"
+        return free
     if world.servers is not None and strategy.apply == "server":
         return PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
     wire: Wire = PlainWire(group)

@@ -175,8 +175,12 @@ class FreeSync(StaleSync):
     pieces: Callable[[], list[list[int]]] = staticmethod(list)
     """What the part that is about to leave was computed from: servers count each piece once."""
 
+    compensation = 0.0
+    divided = False
+    """What is done about late gradients: the strategy's `compensation` and `stale_lr`."""
+
     def _about(self) -> dict[str, Any]:
-        return {"pieces": self.pieces()}
+        return {"pieces": self.pieces(), "compensation": self.compensation, "divided": self.divided}
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         if not self.filled:

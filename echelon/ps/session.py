@@ -363,6 +363,7 @@ class Training:
     def _pull(self, request: Request) -> None:
         copy = self.copies.of(request)
         with copy.lock:
+            copy.updates.sent(request.peer.rank)
             request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
 
     def _state(self, request: Request) -> None:

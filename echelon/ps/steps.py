@@ -16,6 +16,8 @@ from torch import Tensor
 
 from echelon.errors import UsageError, WireError
 from echelon.native import update
+from echelon.ps.decisions import Delayed
+from echelon.ps.eager import lr_factor
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 from echelon.ps.shard import Shard
@@ -61,6 +63,9 @@ class Updates:
         self.stop = False
         """Somebody was asked to stop: every answer says so from then on."""
         self.counted = Counted()
+        self.then: dict[int, Tensor] = {}
+        """Worker -> the values that it computes on, where its gradients are compensated for their delay: one more copy of this
+        server's ranges for each worker."""
 
     def complete(self, number: int, requests: list[Request]) -> list[list[Request]]:
         """All parts of update `number` are here: which updates happen now, in order."""
@@ -74,20 +79,38 @@ class Updates:
     def alone(self, request: Request, step: Step) -> None:
         """One worker's part is an update, unless another's of the same pieces was one. Answers it."""
         if self.counted.first(request.peer.rank, request.head.get("pieces", ())):
-            self.carry_out([request], step)
+            late = max(0, self.shard.updates - int(request.head["version"]))
+            divided, strength = (
+                bool(request.head.get("divided")),
+                float(request.head.get("compensation", 0.0)),
+            )
+            self.carry_out([request], step, Delayed(late, lr_factor(late) if divided else 1.0, strength))
+            if strength:
+                self.then[request.peer.rank] = self.shard.memory.clone()
             return
         self.stop = self.stop or bool(request.head["stop"])
         request.answer({"updates": self.shard.updates, "stop": self.stop}, [self.shard.memory])
 
-    def carry_out(self, requests: list[Request], step: Step) -> None:
-        """One update from these parts, in the order in which they are given. Answers them."""
+    def sent(self, worker: int) -> None:
+        """A worker took the values as they are now."""
+        if worker in self.then:
+            self.then[worker] = self.shard.memory.clone()
+
+    def carry_out(self, requests: list[Request], step: Step, rule: Delayed | None = None) -> None:
+        """One update from these parts, in the order in which they are given; by `rule` where one may be late. Answers them."""
         shard, head = self.shard, requests[0].head
         parts = [parts_of(shard, request) for request in requests]
         used = {int(key) for request in requests for key in request.head["used"]}
         self.stop = self.stop or any(bool(request.head["stop"]) for request in requests)
         groups = [
-            (Recipe.from_plain(recipe), [k for k in keys if k in used]) for recipe, keys in head["groups"]
+            (_slowed(Recipe.from_plain(recipe), rule), [k for k in keys if k in used])
+            for recipe, keys in head["groups"]
         ]
+        if rule is not None and rule.compensation and requests[0].peer.rank in self.then:
+            then = self.shard.views(self.then[requests[0].peer.rank])
+            parts = [
+                {k: _compensated(g, shard.values[k], then[k], rule.compensation) for k, g in parts[0].items()}
+            ]
         sums = {key: _sum([p[key] for p in parts]) for _, keys in groups for key in keys}
         factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
         for request in requests:
@@ -95,6 +118,17 @@ class Updates:
         step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key, out: sums[key])
         for request in requests:
             request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
+
+
+def _slowed(recipe: Recipe, rule: Delayed | None) -> Recipe:
+    if rule is None or rule.lr_factor == 1.0:
+        return recipe
+    return recipe.with_numbers({"lr": recipe.numbers["lr"] * rule.lr_factor})
+
+
+def _compensated(gradient: Tensor, now: Tensor, then: Tensor, strength: float) -> Tensor:
+    """DC-ASGD (Zheng et al. 2017): what the gradient would be now, its second derivative taken as its square."""
+    return torch.addcmul(gradient, gradient * gradient, now - then, value=strength)
 
 
 def parts_of(shard: Shard, request: Request) -> dict[int, Tensor]:

@@ -96,3 +96,23 @@ def test_a_killed_backup_worker_is_missed_by_nobody(start_run, tmp_path):
     for epoch in range(2, EPOCHS):
         assert counted[epoch] == Counter(range(SAMPLES))
     assert all(times == 1 for counts in counted.values() for times in counts.values())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.case("ps,backup: SIGTERM and --resume")
+def test_sigterm_saves_the_ledger_and_another_number_of_workers_takes_the_rest(start_run, tmp_path):
+    options = ("--servers", "1", "--strategy", "ps,backup=1", "--name", "first")
+    running = start_run(SCRIPT, "12", "0.08", workers=4, options=options)
+    running.until(lambda: running.shows("epoch 0"), 60)
+    running.kill("worker", 1, signal.SIGTERM)
+    stopped = running.wait(60)
+    assert stopped.code == 75, stopped.err[-3000:]
+    result = start_run(SCRIPT, "12", "0.03", workers=2, options=(*options, "--resume")).wait(90)
+    assert result.code == 0, result.err[-3000:]
+    told = _told(tmp_path, range(2))
+    counted = {e: sum(len(one["ids"].get(str(e), [])) for one in told) for e in range(12)}
+    whole = [e for e in range(12) if counted[e] == SAMPLES]
+    assert whole == list(range(12))[-len(whole) :]  # and one before them in which the run was stopped
+    assert 5 < len(whole) < 12
+    assert max(counted.values()) == SAMPLES
+    assert 12 * BATCHES <= told[0]["step"] <= 12 * (BATCHES + 3)
