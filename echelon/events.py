@@ -1,52 +1,23 @@
-"""What happened in a run, as typed records: all that any display, file or report ever sees.
-
-Whoever notices something builds a record and hands it to a sink; where it goes is injected. A record travels as
-one JSON object with its type's name under "event".
-"""
+"""What happened in a run, as typed records: all that any display, file or report ever sees. What happened among hosts is in
+hostevents.py, what an event is in event.py; everybody imports all of it from here."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something that happened, at `time` (seconds since 1970) on worker `rank` (None: the run itself)."""
-
-    kinds: ClassVar[dict[str, type[Event]]] = {}
-
-    time: float = field(default_factory=time.time)
-    rank: int | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Event.kinds[cls.__name__] = cls
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"event": type(self).__name__, **vars(self)}
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), default=str)
-
-
-Sink = Callable[[Event], None]
-
-
-def from_dict(record: dict[str, Any]) -> Event:
-    """The event a dict describes; unknown kinds and fields are a ValueError (they came over a wire)."""
-    fields = dict(record)
-    kind = Event.kinds.get(str(fields.pop("event", "")))
-    if kind is None:
-        raise ValueError(f"unknown event {record.get('event')!r}")
-    known = {f.name for f in dataclasses.fields(kind)}
-    if not known >= set(fields):
-        raise ValueError(f"unknown fields {sorted(set(fields) - known)} in {kind.__name__}")
-    return kind(**fields)
+from echelon.event import Event as Event
+from echelon.event import Sink as Sink
+from echelon.event import from_dict as from_dict
+from echelon.hostevents import HostAsked as HostAsked
+from echelon.hostevents import HostCame as HostCame
+from echelon.hostevents import HostLeft as HostLeft
+from echelon.hostevents import HostLost as HostLost
+from echelon.hostevents import HostRefused as HostRefused
+from echelon.hostevents import HostsFormed as HostsFormed
+from echelon.hostevents import HostWent as HostWent
+from echelon.hostevents import Knocked as Knocked
+from echelon.hostevents import Printed as Printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +185,13 @@ class StopAsked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardServed(Event):
-    """A shard of the servers' parameters has another leader (`moved` says why), or the copy on its partner came or went."""
+    """A shard of the servers' parameters: who leads it since (`moved` says why), and whether its partner has a copy."""
 
     shard: int
     leader: int
     partner: int
     copied: bool
-    moved: str = ""
+    moved: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,86 +290,3 @@ class Left(Event):
 class RunEnded(Event):
     code: int
     reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostCame(Event):
-    """A host enlisted: `here` of `wanted` are there."""
-
-    host: str
-    address: str
-    here: int
-    wanted: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostWent(Event):
-    """A host that had enlisted went away before the run formed."""
-
-    host: str
-    address: str
-    here: int
-    wanted: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostRefused(Event):
-    """The hosts did not come together, and why."""
-
-    reason: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostsFormed(Event):
-    """All hosts are there: index, name, address, and which workers and servers run on each, in order."""
-
-    hosts: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostLost(Event):
-    """A host is gone without a goodbye, and its workers with it."""
-
-    host: str
-    address: str
-    index: int
-    ranks: list[int]
-    reason: str
-    servers: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostLeft(Event):
-    """A further host has ended everything of the run that it had."""
-
-    host: str
-    index: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostAsked(Event):
-    """Somebody asked a further host's supervisor to end the run."""
-
-    host: str
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knocked(Event):
-    """Somebody at `address` was refused by the coordinator: why is a key of handshake.REFUSALS."""
-
-    address: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Printed(Event):
-    """A line that workers of a further host printed, on its way to the first host's terminal."""
-
-    host: str
-    index: int
-    stream: str
-    ranks: list[int]
-    text: str

@@ -80,6 +80,8 @@ ROWS = {
     "echelon serve", "ps: servers reached from another host", "ps: garbage harms nobody", "ps: a client that stops holds up nobody", "ps: kill -9 of a client or a server in mid-call",
     "ps: the direct API equals torch's optimizers", "ps: a pull sees whole updates", "ps: wrong names and shapes are told to who caused them",
     "equality matrix with parameter servers", "every loop with parameter servers, or told why not", "ps: a lost step changes no bit",
+    "ps: the same answer while servers are killed", "ps: kill -9 of a server with a copy", "ps: both copies gone at once",
+    "ps: a copy takes over, and never less than was acknowledged",
     "ps: a checkpoint loads without servers, and the reverse", "ps: .grad of apply=server is never silently a part",
     "ps: sums in the order of ranks", "ps: a server's step is the sum's step", "ps: a push is provisional", "ps: norms are those of the sum",
     "ps: what is missing is named", "ps: workers that step differently are told", "ps: a worker that goes is told to those who wait",

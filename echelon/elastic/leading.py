@@ -48,8 +48,7 @@ class Leading:
         found = self.leads[shard]
         if found.lost:
             raise WorldError(
-                f"the parameters on server {found.rank} are lost: {found.lost}",
-                remedy="Start the run again with --resume: it goes on from its last checkpoint, if there is one.",
+                f"the parameters on server {found.rank} are lost: {found.lost}; what is left is the last checkpoint (--resume)"
             )
         return {"rank": found.rank, "epoch": found.epoch}
 

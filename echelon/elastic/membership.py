@@ -114,7 +114,8 @@ def died(now: Membership, rank: int, code: int, step: int = 0, role: str = WORKE
         return Change(now.term + 1, rank, DEAD, reason, code=code, role=role)
     if seat.state != JOINED:
         return None
-    reason = f"{who} on {seat.host} (pid {seat.pid}) ended without a word ({how}) after step {step}"
+    when = f" after step {step}" if role == WORKER else ""
+    reason = f"{who} on {seat.host} (pid {seat.pid}) ended without a word ({how}){when}"
     return replace(seat, term=now.term + 1, state=DEAD, code=code, step=step, reason=reason)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from echelon.clock import Deadline
 from echelon.control.member import Member
 from echelon.errors import AuthError, EchelonError, LinkLost, WorldError
@@ -10,6 +12,8 @@ from echelon.ps.frame import TRAINING
 from echelon.ps.link import Link
 
 CONNECT_S = 1.0
+TRY_S = 2.0
+PAUSE_S = 0.05
 FIND_S = 60.0
 """How long a shard may be without a leader."""
 
@@ -52,19 +56,21 @@ class Finder:
 
     def find(self, shard: int, epoch: int, deadline: Deadline) -> tuple[Link, int]:
         """A connection to the leader since an epoch later than `epoch`, and that epoch; blocks until it is there."""
-        wire = self.member.dial(deadline)
+        wire, pause = self.member.dial(deadline), threading.Event()
         try:
             while True:
                 left = max(0.0, deadline.left_s - 1.0)
                 lead = wire.call("ps.lead", deadline, shard=shard, after=epoch, timeout_s=left)
                 try:
-                    link = self.connect(int(lead["rank"]), deadline if epoch < 0 else deadline.sooner(CALL_S))
+                    link = self.connect(int(lead["rank"]), deadline if epoch < 0 else deadline.sooner(TRY_S))
                     if lead["epoch"] > 0:
                         told = {"shard": shard, "epoch": lead["epoch"]}
                         link.call("train.lead", told).wait(deadline)
                     return link, int(lead["epoch"])
-                except LinkLost:
-                    epoch = int(lead["epoch"])  # gone as well
+                except (LinkLost, WorldError):  # gone as well, perhaps: the coordinator will know
+                    if epoch < 0 or deadline.left_s < TRY_S:
+                        raise
+                    pause.wait(PAUSE_S)
         except WorldError as error:
             raise LinkLost(error.message, remedy=error.remedy) from None
         finally:

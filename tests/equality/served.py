@@ -76,4 +76,5 @@ def main():
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 
-main()
+if __name__ == "__main__":
+    main()

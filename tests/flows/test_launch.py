@@ -60,7 +60,11 @@ def test_every_process_knows_its_place_and_no_script_sees_the_token(echelon_run)
 @pytest.mark.case("USERS 25")
 def test_lines_carry_host_and_rank_and_equal_ones_are_counted(echelon_run):
     result = echelon_run("""
-        import os, sys
+        import glob, os, sys, time
+        folder = os.environ["ECHELON_RUN_DIR"]
+        open(f"{folder}/here-{os.environ['RANK']}", "w").close()
+        while len(glob.glob(f"{folder}/here-*")) < 3:  # lines that come together are told together
+            time.sleep(0.001)
         print("same for all")
         print("mine is", os.environ["RANK"])
         sys.stdout.buffer.write(b"caf\\xe9 \\xff\\n")

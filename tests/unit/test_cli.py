@@ -70,7 +70,7 @@ def test_help_of_run_shows_only_what_works():
         (["--strategy", "sharded"], "does not have the form `sharded` yet"),
         (["--strategy", "ps,update=local", "--servers", "1"], "does not have `update=local` yet"),
         (["--strategy", "ps,backup=1", "--servers", "1"], "does not have `backup` yet"),
-        (["--strategy", "ps,replicas=1", "--servers", "2"], "does not have `replicas` yet"),
+        (["--strategy", "ps,apply=server,replicas=1", "--servers", "1"], "needs a second server"),
         (["--config", "none.toml"], "does not exist"),
         (["--servers", "2"], "Add --strategy ps"),
         (["--servers", "2", "--strategy", "allreduce"], "goes with the strategy ps, and this is allreduce"),

@@ -18,7 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echelon"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "clock", "env", "coding", "strategy", "events", "faults", "dumps", "activity"),
+    (
+        "errors",
+        "clock",
+        "env",
+        "coding",
+        "strategy",
+        "event",
+        "events",
+        "hostevents",
+        "faults",
+        "dumps",
+        "activity",
+    ),
     ("mesh", "native"),
     ("comm", "control"),
     ("data", "elastic", "checkpoint", "ps"),
@@ -88,6 +100,10 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.together",
     "echelon.ps.shard",
     "echelon.ps.session",
+    "echelon.ps.copies",
+    "echelon.ps.mirror",
+    "echelon.ps.route",
+    "echelon.ps.site",
     "echelon.ps.held",
     "echelon.ps.worker",
     "echelon.ps.steps",

@@ -49,7 +49,7 @@ def test_worker_0_and_server_0_are_two():
     now = after(now, membership.died(now, 0, 137, 7, "server"))
     assert now.term == 2
     assert (now.seats[0].state, now.servers[0].state) == ("joined", "dead")
-    assert now.servers[0].reason == "server 0 on h (pid 100) ended without a word (signal 9) after step 7"
+    assert now.servers[0].reason == "server 0 on h (pid 100) ended without a word (signal 9)"
     assert (now.lost_since(1), now.servers_lost_since(1)) == ((), (0,))
     assert (now.awaited, now.ended) == (frozenset({0, 1}), frozenset())
 

@@ -59,6 +59,8 @@ def test_precedence():
         ("ps,update=async,checkpoint_every=5", "every worker counts its own"),
         ("ps,update=async,compress=fp16", "take gradients as they are"),
         ("ps,servers_share=2", "is no share"),
+        ("ps,apply=server,replicas=2", "one copy of what a server holds, or none"),
+        ("ps,replicas=1", "servers hold something"),
     ],
 )
 def test_mistakes_teach(text, said):
@@ -70,7 +72,6 @@ def test_mistakes_teach(text, said):
     "text",
     [
         "ps,update=local",
-        "ps,replicas=1",
         "ps,backup=1",
         "sharded",
         "tensor=2",
