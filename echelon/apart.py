@@ -15,6 +15,7 @@ class Apart:
 
     def __init__(self, servers: Servers, rank: int, size: int, tells: bool = True) -> None:
         self.servers, self.rank, self.tells = servers, rank, tells
+        self.term: int | None = None
         self.group = LiveGroup(servers, servers.new_model(), rank, size)
 
     def feed(self) -> FeedDeal:

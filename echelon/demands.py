@@ -1,4 +1,4 @@
-"""Which fields of a strategy go together where workers take pieces of the data by themselves: async and backup."""
+"""What a strategy demands: servers, workers, and which fields go together where workers take pieces of the data by themselves."""
 
 from __future__ import annotations
 
@@ -54,4 +54,23 @@ def workers(strategy: Strategy, num_workers: int) -> None:
         strategy.backup < max(1, num_workers),
         f"backup={strategy.backup} of {num_workers} workers leaves nobody to wait for",
         "At least one worker's part must count in each step: use fewer backups or more workers.",
+    )
+
+
+def servers(strategy: Strategy, num_servers: int) -> None:
+    """Raises StrategyError when ps has no servers, or another form has some. Alone (plain python) nothing meets: do not ask."""
+    _need(
+        strategy.form != "ps" or num_servers > 0,
+        "the strategy ps needs parameter servers, and this run has none",
+        "Say how many: echelon run --workers 4 --servers 1 --strategy ps train.py",
+    )
+    _need(
+        strategy.form == "ps" or num_servers == 0,
+        f"--servers {num_servers} goes with the strategy ps, and this is {strategy.form}",
+        f"Add --strategy ps: echelon run --servers {num_servers} --strategy ps train.py; or leave --servers out.",
+    )
+    _need(
+        strategy.replicas < 1 or num_servers > 1,
+        "replicas=1 needs a second server to hold the copy, and this run has one",
+        "Start it with --servers 2, or leave replicas out.",
     )

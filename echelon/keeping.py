@@ -19,7 +19,6 @@ import torch
 from echelon import env
 from echelon.build import World
 from echelon.checkpoint import load
-from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.load import Saved
 from echelon.checkpoint.meeting import MemberMeeting, alone
 from echelon.checkpoint.saver import Checkpoint, Saver
@@ -31,7 +30,7 @@ from echelon.events import Resumed, Sink, Warned
 from echelon.prepare.trail import Mark, Trail
 from echelon.prepared import Prepared
 from echelon.strategy import Strategy
-from echelon.whole import Whole
+from echelon.whole import Whole, gather
 
 _STEP = re.compile(r"step-\d+/?$")
 CLOSE_S = 600.0
@@ -106,8 +105,6 @@ class Keeping:
         self._came_from = ""
         self._looked = self._closed = False
         self._saver: Saver | None = None
-        self.term: int | None = None
-        """In which the workers that save met last, where some may be gone."""
         prepared.ready = self._ready
         prepared.stop_wanted = lambda: member is not None and member.stop_requested
         self.machine.following = lambda: trail.following
@@ -132,9 +129,8 @@ class Keeping:
             self._saver.finish(Deadline.after(CLOSE_S))
             self._saver = None
         if self._saver is None:
-            meeting = (
-                MemberMeeting(self.member, rank, size, term=self.term) if self.member is not None else alone()
-            )
+            term, member = self.prepared.term, self.member
+            meeting = alone() if member is None else MemberMeeting(member, rank, size, term=term)
             self._saver = Saver(self.target, rank, size, meeting, self.emit, keep=self.strategy.keep)
         return self._saver
 
@@ -199,23 +195,12 @@ class Keeping:
                 for loader in self.machine.loaders:
                     loader.mark()
             self.trail.leave_at(mark)
-            objects, holdings = self._gather()
+            objects, holdings = gather(self.prepared, self.whole, self.trail)
             self.last = self.saver.save(step, holdings, objects, self._about(), since)
         for asked in self.asked:
             asked.checkpoint = self.last
         self.asked = []
         return self.last
-
-    def _gather(self) -> tuple[dict[str, Any], list[Holding]]:
-        """What this worker saves; where workers are not at one place, nobody goes on before all have it."""
-        while True:
-            seat = self.prepared.seat
-            objects = self.whole.objects()  # loops note their places
-            objects["trail"] = self.trail.saved()
-            holdings = self.whole.holdings()
-            self.machine.all_saved()
-            if self.prepared.seat == seat:
-                return objects, holdings
 
     def _about(self) -> dict[str, Any]:
         counters = self.machine.counters

@@ -237,6 +237,11 @@ class Prepared:
         """This worker's place among those that save together, and how many they are."""
         return self.apart.seat if self.apart is not None else (self.world.rank, self.world.size)
 
+    @property
+    def term(self) -> int | None:
+        """In which those met last, where some may be gone."""
+        return self.apart.term if self.apart is not None else None
+
     def track(self, obj: Any) -> Any:
         if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
             raise UsageError(

@@ -350,7 +350,9 @@ class Run:
         term = self.member.term if self.member is not None else 0
         told = torch.tensor([float(self.global_step), float(self.keeping.stopping), float(term)])
         self._side_lost(self.exchange.group.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
-        self.machine.counters.global_step, self.keeping.term = int(told[0]), int(told[2])
+        self.machine.counters.global_step = int(told[0])
+        if self.prepared.apart is not None:
+            self.prepared.apart.term = int(told[2])
         self.machine.gathered, self.machine.leaving = True, bool(told[1])
 
     def _first_batch(self, part: Part) -> None:

@@ -371,12 +371,6 @@ class Machine:
         for sync in self.syncs:
             sync.drain()
 
-    def fresh(self) -> None:
-        """A loop waited for data, and others went on meanwhile."""
-        if not self.following():
-            for sync in self.syncs:
-                sync.fresh()
-
     def drop_group(self) -> bool:
         """The script left a loop in mid-group: what the group holds is of no use. Says whether there was anything."""
         held = any(sync.holding() for sync in self.syncs)

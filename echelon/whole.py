@@ -21,6 +21,7 @@ from echelon.data import randomness
 from echelon.errors import CheckpointError
 from echelon.mesh.layout import Key, Span
 from echelon.prepare import model as models
+from echelon.prepare.trail import Trail
 from echelon.prepared import Prepared
 
 _PREFIXED = re.compile(r"(model|optimizer)\d+/")
@@ -297,6 +298,18 @@ class Whole:
         if self.world.rank >= saved.world_size:
             seed = self.prepared.strategy.seed
             torch.manual_seed(randomness.mix(seed, self.world.rank, saved.step, "dropout"))
+
+
+def gather(prepared: Prepared, whole: Whole, trail: Trail) -> tuple[dict[str, Any], list[Holding]]:
+    """What this worker saves; where workers are not at one place, nobody goes on before all have it."""
+    while True:
+        seat = prepared.seat
+        objects = whole.objects()  # loops note their places
+        objects["trail"] = trail.saved()
+        holdings = whole.holdings()
+        prepared.machine.all_saved()
+        if prepared.seat == seat:
+            return objects, holdings
 
 
 def _slot(saved: Saved, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:

@@ -73,12 +73,13 @@ class FirstSync(FreeSync):
     def _give(self, optimizer: int, groups: Groups) -> None:
         servers = self.held.servers
         number, calls = self._part(optimizer, groups, "part.hold", None)
-        servers.wait(calls, "the servers to hold a part")
+        servers.wait(calls[1:], "the servers to hold a part")
         head = {
             **self._asks, "number": number, "version": self.version, "count": self.count(), "pieces": self.pieces(),
             "stop": self.stop_wanted(),
         }  # fmt: skip
-        (reply,) = servers.wait([first_link(servers).call("deal.part", head)], "the first parts of a step")
+        asked = first_link(servers).call("deal.part", head)  # which comes behind its part there
+        _, reply = servers.wait([calls[0], asked], "the first parts of a step")
         if reply.head["used"] is False:
             self.on_dropped()
         self.stop_seen = self.stop_seen or bool(reply.head["stop"])

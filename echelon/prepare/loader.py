@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from echelon import activity
 from echelon.comm.group import Group
 from echelon.data import order, tree
-from echelon.data.deal import BEGINNING, Cut, Deal, Done, Micro, Position, Takes
+from echelon.data.deal import BEGINNING, Cut, Deal, Micro, Position, Takes
 from echelon.data.ledger import EpochLedger, Ledger
 from echelon.data.loader import MapParts, Part, Place, Take
 from echelon.data.streams import StreamParts
 from echelon.errors import UsageError
 from echelon.events import EpochDone, Warned
+from echelon.prepare.taken import TakesPieces
 from echelon.prepare.trail import Mark, Trail
 from echelon.step import Machine
 
@@ -171,7 +172,7 @@ class Loop:
         machine.over(self)
 
 
-class Feed:
+class Feed(TakesPieces):
     """One prepared loader: its epochs, its loops, its ledger."""
 
     def __init__(
@@ -221,18 +222,6 @@ class Feed:
         if streams:
             return StreamParts(self.user, cut, self.seed, self.group, take)
         return MapParts(self.user, cut, self.seed, take)
-
-    def _take(self, epoch: int, total: int | None, done: Done) -> Takes:
-        assert self.deal is not None
-        takes = self.deal.begin(epoch, total, done)
-        takes.before_wait, takes.after_wait = self._settle, self.machine.fresh
-        return takes
-
-    def _settle(self) -> None:
-        """This worker is about to wait for a piece: what it has stepped on must count by then."""
-        if self.machine.committed:
-            for loader in self.machine.loaders:
-                loader.mark()
 
     def _free_parts(self) -> Parts:
         """The loader's own source of parts, or another one while a loop still holds it."""
@@ -289,26 +278,6 @@ class Feed:
             order.pass_over(self.user, self.seed, range(self.passed, epochs))
         self.passed = max(self.passed, epochs)
 
-    def samples(self) -> int:
-        return sum(part.count for loop in self.loops for part in loop.uncommitted)
-
-    def drop(self) -> None:
-        for loop in self.loops:
-            for part in loop.uncommitted:
-                self.ledger.drop(part)
-            loop.uncommitted = []
-
-    def held(self) -> list[list[int]]:
-        """[loader, epoch, piece] of what was yielded since the last commit, where pieces are taken."""
-        number = self.deal.number if self.deal is not None else 0
-        return [
-            [number, part.micro.epoch, part.micro.batch]
-            for loop in self.loops
-            if loop.takes is not None
-            for part in loop.uncommitted
-            if part.micro.last
-        ]
-
     @property
     def owing(self) -> bool:
         """Batches that were lost wait for another loop: no place in the data says that."""
@@ -326,16 +295,8 @@ class Feed:
         states = [generator.get_state() for generator in order.generators(self.user)]
         record = {"epochs": self.epochs, "ledger": ledger, "generators": states}
         if self.deal is not None:
-            cut = [self.cut.accumulate, self.cut.pieces]
-            record["dealt"] = {e: [*cut, *state] for e, state in self.deal.states().items()}
+            record["dealt"] = self._dealt_so_far()
         return record
-
-    def leave(self) -> None:
-        """The run stops: others may still have what this worker did not use."""
-        self._settle()
-        for loop in self.loops:
-            if loop.takes is not None:
-                loop.takes.leave()
 
     def restore(self, record: dict[str, Any]) -> None:
         """Back to saved(): the loops that were open then are open again."""

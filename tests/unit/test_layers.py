@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "clock",
         "env",
         "coding",
+        "demands",
         "strategy",
         "event",
         "events",
@@ -41,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "step",
         "closures",
         "away",
+        "apart",
         "prepared",
         "whole",
         "owed",
@@ -69,6 +71,7 @@ NEEDS_TORCH = (
     "step",
     "closures",
     "away",
+    "apart",
     "prepared",
     "whole",
     "owed",
@@ -107,6 +110,10 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.held",
     "echelon.ps.worker",
     "echelon.ps.steps",
+    "echelon.ps.taking",
+    "echelon.ps.live",
+    "echelon.ps.dealing",
+    "echelon.ps.parts",
 )
 """Needs torch, while the rest of its package does not."""
 

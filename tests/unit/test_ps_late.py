@@ -41,7 +41,9 @@ def give(updates: Updates, part: Part) -> list[float]:
 def test_a_late_gradient_is_compensated_by_how_far_the_parameters_moved(updates):
     """g + λ·g·g·(now - then), with what the worker really computed on."""
     give(updates, Part(0, [1.0, 1.0, 1.0, 1.0], 0, compensation=2.0))  # now -0.5, and worker 0 knows it
-    give(updates, Part(1, [2.0, 2.0, 2.0, 2.0], 0, compensation=2.0))  # worker 1 has nothing from here yet: plain; now -1.5
+    give(
+        updates, Part(1, [2.0, 2.0, 2.0, 2.0], 0, compensation=2.0)
+    )  # worker 1 has nothing from here yet: plain; now -1.5
     found = give(updates, Part(0, [1.0, 0.0, -1.0, 3.0], 1, compensation=2.0))
     moved = -1.5 - -0.5
     expected = [-1.5 - 0.5 * (g + 2.0 * g * g * moved) for g in (1.0, 0.0, -1.0, 3.0)]
