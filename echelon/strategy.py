@@ -278,8 +278,8 @@ def require_whole(strategy: Strategy) -> None:
         f"Start it with --servers 1 --strategy ps,update={strategy.update}, or leave it out.",
     )
     _need(
-        strategy.update != "async" or strategy.checkpoint_every == 0,
-        f"checkpoint_every={strategy.checkpoint_every} counts steps, and under update=async every worker counts its own",
+        not strategy.dealt or strategy.checkpoint_every == 0,
+        f"checkpoint_every={strategy.checkpoint_every} counts steps, and with update=async or backup workers are not in the same one",
         "Call run.checkpoint() between two epochs; a run that is stopped saves anyway.",
     )
     _need(
