@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.data.deal import Cut, Done
+from echelon.ps.desk import Desk
 from echelon.ps.live import LiveGroup
-from echelon.ps.taking import Taker, first_link
+from echelon.ps.taking import Taker
 from echelon.ps.worker import Servers
 
 
@@ -16,7 +17,8 @@ class Apart:
     def __init__(self, servers: Servers, rank: int, size: int, tells: bool = True) -> None:
         self.servers, self.rank, self.tells = servers, rank, tells
         self.term: int | None = None
-        self.group = LiveGroup(servers, servers.new_model(), rank, size)
+        self.desk = Desk(servers)
+        self.group = LiveGroup(self.desk, servers.new_model(), rank, size)
 
     def feed(self) -> FeedDeal:
         """For one loader."""
@@ -36,14 +38,12 @@ class FeedDeal:
     number: int
 
     def begin(self, epoch: int, total: int | None, done: Done) -> Taker:
-        taker = Taker(self.apart.servers, self.number, epoch, total, done.low, done.above)
+        taker = Taker(self.apart.desk, self.number, epoch, total, done.low, done.above)
         taker.tells = self.apart.tells
         return taker
 
     def states(self) -> dict[int, tuple[int, list[int]]]:
-        servers = self.apart.servers
-        call = first_link(servers).call("deal.states", {"feed": self.number})
-        (reply,) = servers.wait([call], "which batches are done")
+        reply = self.apart.desk.ask("deal.states", {"feed": self.number}, what="which batches are done")
         return {int(epoch): (int(low), list(above)) for epoch, low, above in reply.head["states"]}
 
     def shared(self) -> Cut:

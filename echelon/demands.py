@@ -32,9 +32,9 @@ def dealt(strategy: Strategy) -> None:
         "aggregate=r takes the first r parts; backup=b the first of all workers but b. Name one.",
     )
     _need(
-        not strategy.dealt or strategy.replicas < 1,
-        "replicas=1 with workers that take batches by themselves: nobody has a copy of the ledger of what was dealt",
-        "Leave replicas out; a checkpoint has the ledger.",
+        not strategy.first_parts or strategy.replicas < 1,
+        "replicas=1 with backup or aggregate: nobody has a copy of what the first server decides",
+        "Leave replicas out, or use update=async.",
     )
     _need(
         not strategy.dealt or strategy.compress == "none",

@@ -174,6 +174,11 @@ class Strategy:
         """Workers take pieces of the data as they ask for them, and are not at one place."""
         return self.form == "ps" and (self.update == "async" or self.backup > 0 or self.aggregate > 0)
 
+    @property
+    def first_parts(self) -> bool:
+        """An update is made of the first parts of a step."""
+        return self.dealt and self.update == "sync"
+
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their default: what a person set."""
         return {
@@ -190,7 +195,7 @@ class Strategy:
     def copies(self, num_servers: int) -> int:
         """How many copies there are of what each server holds."""
         wanted = self.replicas if self.replicas >= 0 else 1
-        return wanted if self.servers_hold and num_servers > 1 and not self.dealt else 0
+        return wanted if self.servers_hold and num_servers > 1 and not self.first_parts else 0
 
     def __str__(self) -> str:
         rest = [f"{k}={_spell(v)}" for k, v in self.changed().items() if k != "form"]

@@ -238,6 +238,9 @@ class Picker(Generic[G]):
                 for old in [n for n in self.passed if n < self.takes.low]:
                     del self.passed[old]
                 return self.passed[number]
+            if number < self.at:  # all were told that it is done
+                self.takes.done([number])
+                continue
             self.takes.ended(self.at)
         if self.takes.over:
             for (

@@ -19,7 +19,7 @@ from echelon.comm.group import Group, Met, Outcome
 from echelon.errors import LinkLost, PeerLost
 from echelon.parallel.gradsync import Groups
 from echelon.parallel.stale import FreeSync
-from echelon.ps.taking import first_link
+from echelon.ps.desk import Desk
 from echelon.ps.worker import Servers, lost
 
 
@@ -78,7 +78,7 @@ class FirstSync(FreeSync):
             **self._asks, "number": number, "version": self.version, "count": self.count(), "pieces": self.pieces(),
             "stop": self.stop_wanted(),
         }  # fmt: skip
-        asked = first_link(servers).call("deal.part", head)  # which comes behind its part there
+        asked = Desk(servers).link.call("deal.part", head)  # which comes behind its part there
         _, reply = servers.wait([calls[0], asked], "the first parts of a step")
         if reply.head["used"] is False:
             self.on_dropped()
@@ -101,7 +101,7 @@ class FirstSync(FreeSync):
     def _newest(self, begins: bool) -> None:
         servers = self.held.servers
         head = {**self._asks, "version": self.version, "begins": begins}
-        (reply,) = servers.wait([first_link(servers).call("deal.catch_up", head)], "the newest version")
+        (reply,) = servers.wait([Desk(servers).link.call("deal.catch_up", head)], "the newest version")
         self._fold(reply.head)
         self._note_versions()
 

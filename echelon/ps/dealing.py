@@ -8,6 +8,8 @@ deal.end     so many pieces there are
 deal.state   which pieces of an epoch are done, for a checkpoint; deal.states: of all epochs of a loader that are open
 deal.part    a part that all servers hold: answered when its worker may go on, with the updates that were made (deciding.py)
 deal.catch_up  the same without a part
+deal.hello   is this the server that deals now?
+deal.rejoin  what a worker knows of epochs and meetings, told to a server that deals in place of one that is gone
 deal.meet    every worker's bytes to every worker; answered once all that are still there have come
 
 A worker whose connection ends is gone: its pieces wait again, and nobody waits for it.
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from echelon import activity
 from echelon.errors import UsageError, WireError
@@ -54,6 +57,13 @@ class Dealing:
         self._epochs: dict[Epoch, Open] = {}
         self._over: set[Epoch] = set()
         self._meetings: dict[tuple[int, int], dict[int, Request]] = {}
+        self._results: dict[tuple[int, int], tuple[list[int], Tensor]] = {}
+        """Meetings that some have the result of, told by them."""
+        self._latest: dict[int, int] = {}
+        """Loader -> its last epoch that a worker told of."""
+        self._generation = 0
+        self._awaited: set[int] = set()
+        """Workers that have not told yet what they know, where this server deals in place of one that is gone."""
         self._deciders: dict[int, Decider] = {}
         """By model."""
         self._parts: dict[tuple[int, int], Request] = {}
@@ -69,6 +79,8 @@ class Dealing:
             "state": self._state,
             "states": self._states,
             "meet": self._meet,
+            "hello": lambda request: [request.answer],
+            "rejoin": self._rejoin,
             "part": self._part,
             "catch_up": self._catch_up,
         }
@@ -94,6 +106,7 @@ class Dealing:
             return
         with self._lock:
             self.live.discard(peer.rank)
+            self._awaited.discard(peer.rank)
             answers = []
             for key, epoch in list(self._epochs.items()):
                 epoch.asking.pop(peer.rank, None)
@@ -148,7 +161,7 @@ class Dealing:
             self._epochs[key].pieces.lose(rank)
             answers += self._deal(key)
         for model, decider in self._deciders.items():
-            answers += self._answered(model, decider.lost(rank))  # until it comes with a part again
+            answers += self._answered(model, decider.left(rank))  # until it comes with a part again
         return answers
 
     def _end(self, request: Request) -> list[Callable[[], None]]:
@@ -180,6 +193,8 @@ class Dealing:
 
     def _deal(self, key: Epoch) -> list[Callable[[], None]]:
         """Answers those who ask, as far as there are pieces."""
+        if self._awaited:
+            return []
         found, answers = self._epochs[key], []
         pieces = found.pieces
         for rank, request in list(found.asking.items()):
@@ -189,6 +204,8 @@ class Dealing:
                 continue
             elif (number := pieces.take(rank)) is not None:
                 answers.append(_later(request, {"piece": number, "low": pieces.low}))
+                for decider in self._deciders.values():
+                    decider.took(rank)
             else:
                 continue
             del found.asking[rank]
@@ -198,10 +215,49 @@ class Dealing:
             del self._epochs[key]
         return answers
 
+    def _rejoin(self, request: Request) -> list[Callable[[], None]]:
+        """A worker tells a server that deals in place of another what it knows. Nothing is dealt before all have."""
+        head, rank = request.head, request.peer.rank
+        if int(head["generation"]) > self._generation:
+            self._generation, self._awaited = int(head["generation"]), set(self.live)
+        if head["live"]:
+            self.live &= {int(r) for r in head["live"]} | {rank}
+        self._awaited = (self._awaited & self.live) - {rank}
+        for feed, epoch, low, above, total, done, out, over in head["epochs"]:
+            key = int(feed), int(epoch)
+            self._latest[key[0]] = max(key[1], self._latest.get(key[0], 0))
+            if over or key[1] < self._latest[key[0]]:  # a worker begins the next one when the last is over
+                self._over.add(key)
+            self._over |= {k for k in self._epochs if k[0] == key[0] and k[1] < self._latest[key[0]]}
+            if key in self._over:
+                continue
+            found = self._epochs.setdefault(key, Open(Pieces(int(low), map(int, above))))
+            if total is not None:
+                found.pieces.end(int(total))
+            found.pieces.adopt(map(int, done), map(int, out), rank)
+        answers: list[Callable[[], None]] = [request.answer]
+        if head["meeting"]:
+            told = head["meeting"]
+            ranks, rows = [int(r) for r in told["ranks"]], request.tensors[0].clone()
+            self._results[int(told["group"]), int(told["number"])] = (ranks, rows)
+            met = self._meetings.pop((int(told["group"]), int(told["number"])), {})
+            answers += [lambda r=r: r.answer({"ranks": ranks}, [rows]) for r in met.values()]  # type: ignore[misc]
+        for key in list(self._epochs):
+            answers += self._over_for(key) if key in self._over else self._deal(key)
+        for key in list(self._meetings):
+            answers += self._met(key)
+        return answers
+
+    def _over_for(self, key: Epoch) -> list[Callable[[], None]]:
+        return [_later(asked, {"over": True}) for asked in self._epochs.pop(key).asking.values()]
+
     # -- meetings --------------------------------------------------------------------------------------------------
 
     def _meet(self, request: Request) -> list[Callable[[], None]]:
         key = int(request.head["group"]), int(request.head["number"])
+        if key in self._results:
+            ranks, rows = self._results[key]
+            return [lambda: request.answer({"ranks": ranks}, [rows])]
         self._meetings.setdefault(key, {})[request.peer.rank] = request
         return self._met(key)
 
@@ -239,7 +295,9 @@ class Dealing:
 
     def _decider(self, model: int, backup: int, aggregate: int) -> Decider:
         if model not in self._deciders:
-            self._deciders[model] = Decider(self.live, backup, aggregate, self._find, self._more)
+            made = self._deciders[model] = Decider(self.live, backup, aggregate, self._find, self._more)
+            for rank in {rank for epoch in self._epochs.values() for rank in epoch.pieces.holders()}:
+                made.took(rank)
         return self._deciders[model]
 
     def _find(self, feed: int, epoch: int) -> Pieces | None:

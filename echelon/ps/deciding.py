@@ -87,7 +87,7 @@ class Decider:
         self.dropped = 0
         self._find = find
         self._log: list[Entry] = []
-        self._knows: dict[int, int] = {}
+        self._knows = dict.fromkeys(self.policy.members, 0)
         """Worker -> the version that it has."""
         self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
         self._used: dict[int, bool] = {}
@@ -124,9 +124,20 @@ class Decider:
         """Something changed about the pieces."""
         return self._carry_out(self.policy._go_on())
 
-    def lost(self, worker: int) -> list[Answer]:
-        self._knows.pop(worker, None)
+    def took(self, worker: int) -> None:
+        """This worker took a piece: a part of it is on its way, unless it waits for an update and took the piece ahead."""
+        policy = self.policy
+        if worker in policy.members and worker not in policy.granted and worker not in policy._asking:
+            policy.granted[worker] = Grant(worker, 0, self._knows.get(worker, 0), "it took a piece")
+
+    def left(self, worker: int) -> list[Answer]:
+        """This worker left its loop; it may come back."""
         return self._carry_out(self.policy.lost(worker))
+
+    def lost(self, worker: int) -> list[Answer]:
+        """This worker is gone."""
+        self._knows.pop(worker, None)
+        return self.left(worker)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> list[Answer]:
         answers = []

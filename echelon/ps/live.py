@@ -10,8 +10,8 @@ from torch import Tensor
 from echelon.comm import plain
 from echelon.comm.group import Done, Lost, Op, Work
 from echelon.errors import LinkLost, PeerLost, UsageError
-from echelon.ps.taking import first_link
-from echelon.ps.worker import Servers, lost
+from echelon.ps.desk import Desk
+from echelon.ps.worker import lost
 
 
 class LiveGroup:
@@ -20,8 +20,8 @@ class LiveGroup:
 
     local = False
 
-    def __init__(self, servers: Servers, number: int, rank: int, size: int) -> None:
-        self.servers, self.number, self.rank, self.size = servers, number, rank, size
+    def __init__(self, desk: Desk, number: int, rank: int, size: int) -> None:
+        self.desk, self.number, self.rank, self.size = desk, number, rank, size
         self.live: tuple[int, ...] = tuple(range(size))
         """Who took part in the last meeting."""
         self._count = 0
@@ -36,11 +36,11 @@ class LiveGroup:
         flat = x.detach().reshape(-1).cpu()
         data = (flat if flat.numel() else torch.zeros(1)).contiguous().view(torch.uint8).clone()
         try:
-            call = first_link(self.servers).call("deal.meet", head, data)
-            (reply,) = self.servers.wait([call], "the other workers")
+            reply = self.desk.ask("deal.meet", head, data, what="the other workers")
         except (LinkLost, PeerLost) as error:
             return lost(error)
-        self.live = tuple(int(rank) for rank in reply.head["ranks"])
+        self.live = self.desk.live = tuple(int(rank) for rank in reply.head["ranks"])
+        self.desk.meeting = {**head, "ranks": list(self.live)}, reply.tensors[0]
         rows = reply.tensors[0].view(torch.uint8).reshape(len(self.live), -1)
         if not flat.numel():
             return [torch.empty_like(flat) for _ in self.live]

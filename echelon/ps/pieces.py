@@ -59,6 +59,19 @@ class Pieces:
         if self._out.get(number) == worker:
             self._out[number] = HELD
 
+    def adopt(self, done: Iterable[int], out: Iterable[int], worker: int) -> None:
+        """What a worker knows, told to a server that deals in place of one that is gone, before it deals."""
+        for number in out:
+            self._out[number] = worker
+        mine = list(done)
+        self._out |= dict.fromkeys(mine, worker)
+        self.done(mine, worker)
+        passed = [*self._out, *self._above, self.low - 1]
+        gap = [n for n in range(self.low, max(passed) + 1) if n not in self._out and n not in self._above]
+        self._next = max(self._next, max(passed) + 1)
+        self._back = gap
+        heapq.heapify(self._back)
+
     def back(self, pieces: Iterable[int], worker: int) -> list[int]:
         """Not used: they wait again. Gives those that do."""
         found = [number for number in pieces if self._out.get(number) == worker]
@@ -71,6 +84,10 @@ class Pieces:
     def lose(self, worker: int) -> list[int]:
         """A worker is gone: what it had waits again."""
         return self.back(self.of(worker), worker)
+
+    def holders(self) -> set[int]:
+        """Workers that have some piece."""
+        return set(self._out.values()) - {HELD}
 
     def of(self, worker: int) -> list[int]:
         return sorted(number for number, whose in self._out.items() if whose == worker)

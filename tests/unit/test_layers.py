@@ -111,6 +111,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.worker",
     "echelon.ps.steps",
     "echelon.ps.taking",
+    "echelon.ps.desk",
     "echelon.ps.live",
     "echelon.ps.dealing",
     "echelon.ps.parts",

@@ -130,7 +130,7 @@ def test_a_server_applies_only_where_there_is_one():
         ("allreduce,backup=1", "goes with ps and update=sync"),
         ("ps,compensation=0.1", "goes with update=async"),
         ("ps,update=bounded,stale_lr=divided", "goes with update=async"),
-        ("ps,backup=1,replicas=1,apply=server", "copy of the ledger"),
+        ("ps,backup=1,replicas=1,apply=server", "copy of what the first server decides"),
     ],
 )
 def test_fields_of_workers_that_take_batches_by_themselves_go_together(text, words):
