@@ -32,8 +32,10 @@ LIMIT_S = 540.0
 PORT = 29400
 
 
-def launch(network: Network, asked: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    worker, out = Path(__file__).with_name("ps_hosts_worker.py"), folder / "times.json"
+def launch(
+    network: Network, asked: argparse.Namespace, folder: Path, script: str = "ps_hosts_worker.py"
+) -> dict[str, Any]:
+    worker, out = Path(__file__).with_name(script), folder / "times.json"
     first = f"{network.hosts[0].ipv4}:{PORT}"
     env = {**os.environ, "PYTHONPATH": str(record.ROOT), "ECHELON_TOKEN": os.urandom(32).hex(), "OMP_NUM_THREADS": "1"}  # fmt: skip
     echelon = [sys.executable, "-m", "echelon"]
@@ -61,7 +63,7 @@ def launch(network: Network, asked: argparse.Namespace, folder: Path) -> dict[st
             process.wait()
     if not out.exists():
         sys.exit((folder / "host0.txt").read_text()[-4000:])
-    found: dict[str, list[float]] = json.loads(out.read_text())
+    found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 

@@ -11,10 +11,8 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 import echelon
 from echelon.clock import Deadline
@@ -22,32 +20,10 @@ from echelon.run import Run
 from echelon.strategy import Strategy, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ps_hosts_models import Flat, Nothing
 from ps_step_worker import some
 
 LIMIT_S = 120.0
-LAYERS = 25
-
-
-class Flat(nn.Module):
-    """`mib` of parameters whose gradients cost no computing but being written."""
-
-    def __init__(self, mib: float) -> None:
-        super().__init__()
-        numel = int(mib * (1 << 20)) // 4 // LAYERS
-        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([layer[0] for layer in self.layers]).sum() * x.mean()
-
-
-class Nothing(torch.optim.Optimizer):
-    """Steps without a pass over memory: what is measured is how gradients meet."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        pass
 
 
 class Side:

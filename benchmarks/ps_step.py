@@ -3,6 +3,7 @@
     python benchmarks/ps_step.py [--workers 2] [--rounds 12] [--models transformer-25m,tensors-100x250000,tensors-2000x500]
 
 `ps` alone is apply=worker. Ratios are all-reduce / ps: 1 is as fast, asked for are 0.9 for apply=worker; apply=server is told as it is.
+The last line is what a copy of each server's state costs: the step with replicas=1 as a multiple of the one without, asked for at most 1.3.
 Leaves a file in benchmarks/results/.
 """
 
@@ -58,6 +59,15 @@ def main() -> None:
                 f"  {side:28} {1e3 * statistics.median(values):9.2f} ms  "
                 f"{found['median']:.2f} ({found['lower']:.2f}–{found['upper']:.2f})"
             )
+        without, copied = (times[f"ps, apply=server, {what}"] for what in ("2 servers", "replicas=1"))
+        costs = sorted(b / a for a, b in zip(without, copied, strict=True))
+        results[model]["replicas cost"] = {
+            "median": statistics.median(costs),
+            "upper": costs[3 * len(costs) // 4],
+        }
+        print(
+            f"  replicas=1 costs {statistics.median(costs):.2f} times the step (upper quartile {costs[3 * len(costs) // 4]:.2f})"
+        )
     if not asked.no_file:
         path = record.write(f"ps-step-{asked.workers}workers", results, workers=asked.workers)
         print(f"written to {path.relative_to(record.ROOT)}")

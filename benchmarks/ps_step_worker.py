@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon.clock import Deadline
+from echelon.control import member
 from echelon.ps.worker import Servers
 from echelon.run import Run
 from echelon.strategy import Strategy, parse
@@ -28,11 +29,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import case
 
 LIMIT_S = 120.0
+COPIED = -2
+"""Two servers, each with a copy of the other's state."""
+
 SIDES = {
     "allreduce": ("allreduce", 0),
     "ps": ("ps", 2),
     "ps, apply=server, 1 server": ("ps,apply=server", 1),
     "ps, apply=server, 2 servers": ("ps,apply=server", 2),
+    "ps, apply=server, replicas=1": ("ps,apply=server", COPIED),
 }
 
 
@@ -65,6 +70,12 @@ def some(of: Servers, servers: int) -> Servers | None:
     """The first ones of a run's servers; models are numbered across all of them."""
     if servers in (0, len(of)):
         return of if servers else None
+    if servers == COPIED:
+        mine = member.current()
+        assert mine is not None
+        chosen = Servers.of_run(mine, 2, replicas=1)
+        chosen._models = 9000
+        return chosen
     chosen = Servers(of.links[:servers], of.hosts[:servers], of.lanes[:servers])
     chosen._models = 1000 * servers
     return chosen

@@ -24,6 +24,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DATA, COMPILING, IMPORTING, BACKWARD, ENDED = "data", "compiling", "importing", "backward", "script ended"
+COMING = "coming back"
+"""The label of a worker that was started again, until it is where the others are, and of those who wait for it to sit there."""
 PHASE = "phase "
 """The label of a named rank-0 phase is this and its name."""
 
@@ -120,6 +122,10 @@ class inside:
 
     def __exit__(self, *error: object) -> None:
         _labels[self._thread] = self._before
+
+
+coming = inside(COMING)
+"""Entered where such a worker begins, left where it has arrived."""
 
 
 def named(label: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+
+from echelon.clock import Deadline
+from echelon.comm.group import Lost
 from echelon.data.deal import Cut, Done
 from echelon.ps.desk import Desk
 from echelon.ps.live import LiveGroup
 from echelon.ps.taking import Taker
 from echelon.ps.worker import Servers
+
+if TYPE_CHECKING:
+    from echelon.run import Run
+
+TOGETHER_S = 1800.0
 
 
 class Apart:
@@ -49,3 +59,22 @@ class FeedDeal:
     def shared(self) -> Cut:
         rank, size = self.apart.seat
         return Cut(rank, size)
+
+
+def all_here(run: Run) -> None:
+    """Waits for all workers. Where each counts its own steps, the largest count is the run's once all are at one place."""
+    machine, prepared = run.machine, run.prepared
+    if prepared.rounds is not None:
+        prepared.rounds.gather()
+    if prepared.apart is not None and machine.committed:
+        for loader in machine.loaders:
+            loader.mark()
+    term = run.member.term if run.member is not None else 0
+    told = torch.tensor([float(run.global_step), float(run.keeping.stopping), float(term)])
+    outcome = run.exchange.group.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S))
+    if isinstance(outcome, Lost):
+        machine.side_losses.append(outcome)
+    machine.counters.global_step = int(told[0])
+    if prepared.apart is not None:
+        prepared.apart.term = int(told[2])
+    machine.gathered, machine.leaving = True, bool(told[1])

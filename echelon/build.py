@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,11 +24,16 @@ from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.first import FirstSync, Need
 from echelon.parallel.pushpull import PushSync
+from echelon.parallel.rounds import Around, LocalSync, Rounds
 from echelon.parallel.stale import FreeSync, StaleSync
 from echelon.parallel.sums import SumWire, servers_share
 from echelon.parallel.wire import PlainWire, Wire
+from echelon.ps.owned import outer_recipe
 from echelon.ps.worker import Servers
 from echelon.strategy import Strategy, require_built, require_whole
+
+if TYPE_CHECKING:
+    from echelon.step import Machine
 
 
 @dataclass
@@ -47,6 +53,12 @@ class World:
     """The parameter servers of this run."""
     worker_hosts: tuple[str, ...] = ()
 
+    def pretend(self, so: bool) -> None:
+        """Nothing counts, and nobody is asked for anything: until pretend(False)."""
+        self.groups.pretend(so)
+        if self.servers is not None:
+            self.servers.pretend(so)
+
     def close(self) -> None:
         if self.servers is not None:
             self.servers.close()  # first: whoever meets there need not wait for a worker that came to its end
@@ -54,13 +66,14 @@ class World:
 
 
 def world(place: Place, strategy: Strategy, member: Member | None) -> World:
-    """Joins the other ranks; blocks until all are there."""
+    """Joins the other ranks; blocks until all are there. A worker that was started again has not met them yet: see rejoin.py."""
     require_built(strategy)
     require_whole(strategy)
     demands.workers(strategy, place.world_size)
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
+    groups.pretend(place.incarnation > 0)  # the others are somewhere in the script: rejoin.py
     made = World(
         place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make("values")
     )
@@ -76,6 +89,7 @@ def grad_sync(
     params: Sequence[tuple[str, nn.Parameter, bool]],
     group: Group,
     world: World,
+    rounds: Rounds | None = None,
 ) -> AllReduceSync:
     """How this strategy lets the gradients of one model meet."""
     compression = coding.read(strategy.compress)
@@ -83,6 +97,8 @@ def grad_sync(
         "bucket_bytes": int(strategy.bucket_mib * MIB),
         "first_bucket_bytes": int(strategy.first_bucket_mib * MIB),
     }
+    if rounds is not None:
+        return LocalSync(params, world.device, rounds, **sizes)
     if world.servers is not None and (strategy.dealt or strategy.update == "bounded"):
         if strategy.clip_norm and len(world.servers) > 1:
             raise StrategyError(
@@ -118,12 +134,29 @@ def apart(strategy: Strategy, world: World) -> Apart | None:
     return Apart(world.servers, world.rank, world.size, tells=strategy.update == "async")
 
 
+def rounds(strategy: Strategy, world: World, machine: Machine) -> Rounds | None:
+    """How copies of models meet; None where workers do not train copies."""
+    if strategy.update != "local" or world.servers is None:
+        return None
+    recipe = outer_recipe(strategy.outer, strategy.outer_lr, strategy.outer_momentum)
+    around = Around(
+        before_change=lambda: machine.before_change(),
+        following=lambda: machine.following(),
+        in_loop=lambda: machine.current is not None,
+        trained=lambda: {id(p) for optimizer in machine.optimizers for p in optimizer.params()},
+    )
+    return Rounds(world.servers, world.rank, strategy.local_steps, strategy.outer == "geo", recipe, around)
+
+
 def cut(strategy: Strategy, world: World) -> Cut:
     """How this strategy cuts batches."""
     if strategy.dealt and world.servers is not None:
         whole = strategy.update == "async" or strategy.batch == "per-worker"
         pieces = 1 if whole else strategy.aggregate or max(1, world.size - strategy.backup)
         return Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches, pieces=pieces)
+    if strategy.update == "local":
+        alone = Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches)
+        return replace(alone, first=world.rank, every=world.size)
     return Cut(
         rank=world.rank,
         size=world.size,

@@ -51,7 +51,6 @@ class ProcessEnded(Event):
     peak_rss_bytes: int = 0
     cause: str = ""
     """Why a signal may have ended it, as seen on its host."""
-
     log: str = ""
     log_tail: list[str] = field(default_factory=list)
 
@@ -154,6 +153,15 @@ class StepLost(Event):
     batches: int
     reason: str
     peers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersBack(Event):
+    """Workers that had been killed made a step again, `pause_s` after the loss."""
+
+    ranks: list[int]
+    step: int
+    pause_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,17 +152,33 @@ def _changes(run: Run) -> list[str]:
         found.append(f"gradients may be computed on parameters that are {strategy.staleness} updates old")
     if strategy.update == "async" and several:
         found.append("every worker's batch is an update by itself, in the order in which they come")
+    if strategy.update == "local":
+        found += _local(strategy, several)
     if (
         several
-        and (not strategy.sync_batchnorm or strategy.dealt)
+        and (not strategy.sync_batchnorm or strategy.alone)
         and any(norm.has_batchnorm(m) for m in run.models)
     ):
-        found.append("BatchNorm's moments stay each worker's own (sync_batchnorm=false, or async)")
+        found.append("BatchNorm's moments stay each worker's own (sync_batchnorm=false, async, local)")
     if several and any(norm.has_no_memory(m) for m in run.models):
         found.append("BatchNorm without running statistics evaluates on each worker's own part")
     if strategy.microbatches > 1 and any(norm.has_batchnorm(m) for m in run.models):
         found.append("BatchNorm sees one micro-batch at a time")
     return found
+
+
+def _local(strategy: Strategy, several: bool) -> list[str]:
+    steps = f"{strategy.local_steps} step{'s' * (strategy.local_steps > 1)}"
+    if strategy.outer == "diloco":
+        numbers = f"lr {strategy.outer_lr:g}, momentum {strategy.outer_momentum:g}"
+        return [
+            f"every {steps} an outer optimizer ({numbers}) moves the weights towards the mean of the workers' copies"
+        ]
+    if not several:
+        return []
+    if strategy.outer == "geo":
+        return [f"every worker trains its own copy; after {steps} each adds its share of how far it went"]
+    return [f"every worker trains its own copy; after {steps} the copies are averaged"]
 
 
 def tell_draws(run: Run) -> None:

@@ -7,19 +7,19 @@ step, save there, and leave with exit code 75.
 
 from __future__ import annotations
 
-import json
-import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from echelon import env
+from echelon import env, sources
 from echelon.build import World
-from echelon.checkpoint import load
-from echelon.checkpoint.load import Saved
+from echelon.checkpoint import handed, load
+from echelon.checkpoint.handed import Handed
 from echelon.checkpoint.meeting import MemberMeeting, alone
 from echelon.checkpoint.saver import Checkpoint, Saver
 from echelon.clock import Deadline
@@ -30,11 +30,9 @@ from echelon.events import Resumed, Sink, Warned
 from echelon.prepare.trail import Mark, Trail
 from echelon.prepared import Prepared
 from echelon.strategy import Strategy
-from echelon.whole import Whole, gather
+from echelon.whole import Source, Whole, gather
 
-_STEP = re.compile(r"step-\d+/?$")
 CLOSE_S = 600.0
-FIND_S = 120.0
 
 
 class Asked:
@@ -99,18 +97,20 @@ class Keeping:
         self.description = member.description if member is not None else {}
         self.last: Checkpoint | None = None
         self.asked: list[Asked] = []
-        self.saved: Saved | None = None
+        self.saved: Source | None = None
         self.resumed_step: int | None = None
         self._objects: dict[str, Any] = {}
         self._came_from = ""
         self._looked = self._closed = False
         self._saver: Saver | None = None
+        self.arrived: Callable[[], None] = lambda: None
+        """Told when a worker that was started again is where the others are."""
         prepared.ready = self._ready
         prepared.stop_wanted = lambda: member is not None and member.stop_requested
         self.machine.following = lambda: trail.following
         self.machine.before_change = self._before_change
         self.machine.at_commit.append(self._committed)
-        self.machine.at_bare_step = self._bare_step
+        self.machine.at_bare_step = self.bare_step
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -129,8 +129,13 @@ class Keeping:
             self._saver.finish(Deadline.after(CLOSE_S))
             self._saver = None
         if self._saver is None:
-            term, member = self.prepared.term, self.member
-            meeting = alone() if member is None else MemberMeeting(member, rank, size, term=term)
+            meeting = alone()
+            if self.member is not None:
+                term = self.prepared.term or self.world.groups.term
+                name = (
+                    None if term is None else "saver"
+                )  # all make it anew in this term, some for the first time
+                meeting = MemberMeeting(self.member, rank, size, term=term, name=name)
             self._saver = Saver(self.target, rank, size, meeting, self.emit, keep=self.strategy.keep)
         return self._saver
 
@@ -164,7 +169,7 @@ class Keeping:
         ):  # a loop that was left open, cleared away while the interpreter ends: no thread can start
             self._final(loop.mark, may_leave=not loop.abandoned)
 
-    def _bare_step(self, whole: bool) -> None:
+    def bare_step(self, whole: bool) -> None:
         """A step outside any loop over a loader is over; `whole`, when no other optimizer's gradient waits for its own."""
         mark = self.trail.stepped()
         if mark is not None and whole:
@@ -201,6 +206,25 @@ class Keeping:
             asked.checkpoint = self.last
         self.asked = []
         return self.last
+
+    def handed(self, mark: Mark) -> Tensor:
+        """All of the state as it is, for a worker that was started again and comes to `mark`."""
+        if self.machine.committed:
+            for loader in self.machine.loaders:
+                loader.mark()
+        self.trail.leave_at(mark)
+        objects = self.whole.objects(handed=True)
+        objects["trail"] = self.trail.saved()
+        step, holdings = self.machine.counters.global_step, self.whole.holdings(handed=True)
+        return handed.packed(step, self.world.size, holdings, objects)
+
+    def renew(self) -> None:
+        """The workers are others since: a checkpoint that was under way has failed, and nothing that was asked for is known to all."""
+        saver, self._saver, self.last, self.asked = self._saver, None, None, []
+        self.prepared.saves = 0
+        if saver is not None:
+            saver.finish(Deadline.after(CLOSE_S))
+            saver.close()
 
     def _about(self) -> dict[str, Any]:
         counters = self.machine.counters
@@ -243,8 +267,11 @@ class Keeping:
 
     # -- coming back ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """At the start: --resume finds its checkpoint."""
+    def begin(self, handed: Handed | None = None) -> None:
+        """At the start: --resume finds its checkpoint; a worker that was started again has what another `handed` it."""
+        if handed is not None:
+            self._follow(handed)
+            return
         asked = self.description.get("resume")
         if asked:
             self._open(asked["source"], must=asked["must"])
@@ -258,7 +285,7 @@ class Keeping:
                     remedy="Call it before the first loop, right after prepare, or start with --resume.",
                 )
             self._open(str(source) if source is not None else "", must=source is not None)
-        elif source is not None:
+        elif source is not None and not self.place.incarnation:
             raise UsageError(
                 f"this run was resumed already, at step {self.resumed_step}",
                 remedy="Leave out --resume or the source of run.resume().",
@@ -266,7 +293,9 @@ class Keeping:
         return self.resumed_step
 
     def _open(self, source: str, must: bool) -> None:
-        path, notes = self._agree(source)
+        path, notes = sources.agree(
+            self.member, self.world.rank, source, self.target, self.place.run, self.strategy.checkpoint_dir
+        )
         for note in notes if self.world.rank == 0 else []:
             self.emit(Warned(rank=0, message=note))
         if not path:
@@ -276,11 +305,7 @@ class Keeping:
                     remedy="Start without --resume, or name another run or checkpoint folder.",
                 )
             return
-        self.saved, self._came_from = load.open_saved(path), path
-        self._objects = self.saved.objects(self.world.rank)
-        self.resumed_step = self.machine.counters.global_step = self._objects["step"]
-        self.machine.step_before = self.resumed_step
-        self.trail.follow(self._objects["trail"])
+        self._follow(load.open_saved(path))
         bare = self.trail.bare_steps()
         if bare and self.world.rank == 0:
             self.emit(
@@ -295,6 +320,14 @@ class Keeping:
             for index in range(count):
                 self._ready(kind, index)
 
+    def _follow(self, saved: Source) -> None:
+        """From now on the script finds its way back to where this was."""
+        self.saved, self._came_from = saved, saved.path
+        self._objects = self.saved.objects(self.world.rank)
+        self.resumed_step = self.machine.counters.global_step = self._objects["step"]
+        self.machine.step_before = self.resumed_step
+        self.trail.follow(self._objects["trail"])
+
     def _prepared_so_far(self) -> list[tuple[str, int]]:
         prepared = self.prepared
         return [
@@ -304,57 +337,6 @@ class Keeping:
             ("scaler", len(prepared.scalers)),
             ("tracked", len(prepared.tracked)),
         ]
-
-    def _agree(self, source: str) -> tuple[str, list[str]]:
-        """The checkpoint to go on from and what rank 0 has to say about newer ones: rank 0 looks, the others hear."""
-        if self.member is None:
-            return self._find(source)
-        key = f"resume/{source or self.target}"
-        if self.world.rank == 0:
-            try:
-                found = json.dumps({"found": self._find(source)})
-            except CheckpointError as error:
-                found = json.dumps({"error": error.message, "remedy": error.remedy})
-            self.member.call("store.set", Deadline.after(FIND_S), key=key, value=found.encode())
-        else:
-            wire = self.member.dial()
-            try:
-                value = wire.call(
-                    "store.get", Deadline.after(FIND_S), key=key, timeout_s=FIND_S, term=self.member.term
-                )
-            finally:
-                wire.close()
-            found = bytes(value).decode()
-        answer = json.loads(found)
-        if "error" in answer:
-            raise CheckpointError(answer["error"], remedy=answer["remedy"])
-        return answer["found"][0], answer["found"][1]
-
-    def _find(self, source: str) -> tuple[str, list[str]]:
-        """A source is a checkpoint, a folder or URL of checkpoints, a run's folder or name; "" is this run's own."""
-        where = source or self.target
-        notes: list[str] = []
-        for place in self._places(where):
-            if _STEP.search(place) or Path(place).is_file():
-                return str(load.open_saved(place).path), notes  # or says what is wrong with it
-            saved, incomplete = load.latest(place)
-            notes += incomplete
-            if saved is not None:
-                tail = f"; going on from step {saved.step}" if incomplete else ""
-                return str(saved.path), [note + tail for note in notes]
-        return "", notes
-
-    def _places(self, where: str) -> list[str]:
-        if "://" in where:
-            return [where, f"{where.rstrip('/')}/{self.place.run}"]
-        path = Path(where)
-        named = env.runs_dir() / where
-        found = [str(path), str(path / "checkpoints")]
-        if not path.exists() and named.exists():
-            found = [str(named), str(named / "checkpoints")]
-        if self.strategy.checkpoint_dir:
-            found.append(f"{self.strategy.checkpoint_dir.rstrip('/')}/{path.name}")
-        return found
 
     def _ready(self, kind: str, index: int) -> None:
         """An object was prepared: a resumed run gives it its state at once, and once more at the place."""
@@ -375,7 +357,9 @@ class Keeping:
         for prepared in machine.optimizers:
             prepared.optimizer._opt_called = True  # type: ignore[attr-defined]  # in its earlier life: no warning
         self.last = None
-        if self.world.rank == 0:
+        if isinstance(saved, Handed):
+            self.arrived()
+        elif self.world.rank == 0:
             self.emit(
                 Resumed(
                     rank=0,

@@ -18,6 +18,7 @@ class Yielding(Protocol):
 
     part: Part | None
     rank_samples: int
+    abandoned: bool
 
 
 class Rewindable(Protocol):

@@ -15,7 +15,7 @@ from echelon.apart import Apart
 from echelon.errors import StrategyError, UsageError
 from echelon.loop import Stepping
 from echelon.mesh.layout import Stateful
-from echelon.parallel import norm
+from echelon.parallel import norm, rounds
 from echelon.parallel.average import Average
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.first import FirstSync
@@ -60,6 +60,8 @@ class Prepared:
         self.stop_wanted: Callable[[], bool] = lambda: False
         self.saves = 0
         """How often the script asked for a checkpoint."""
+        self.rounds = build.rounds(strategy, world, machine)
+        """With update=local: where copies of the models meet."""
         self.strict_watch = models.Ran() if strategy.strict else None
         self._owned: set[int] = set()
         self._told_uneven = False
@@ -104,7 +106,7 @@ class Prepared:
             return model
         model.to(self.world.device)
         models.equalise([*model.parameters(), *model.buffers()], self.world.gradients)
-        if self.strategy.sync_batchnorm and not self.strategy.dealt:
+        if self.strategy.sync_batchnorm and not self.strategy.alone:
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.strategy.precision]
@@ -115,7 +117,10 @@ class Prepared:
         if self.strict_watch is not None:
             self.strict_watch.watch(model)
         watch = models.Watch(model, self.machine)
-        self._add_sync(fresh).on_met = watch.backward_over
+        sync = self._add_sync(fresh)
+        sync.on_met = watch.backward_over
+        if self.rounds is not None:
+            sync.moments = lambda: rounds.moments_of(model)
         models.watch_zero_grad(model, self.machine)
         self.machine.keepers.append(Buffers(model))
         if self.strategy.ema:
@@ -127,7 +132,7 @@ class Prepared:
 
     def _add_sync(self, params: list[tuple[str, nn.Parameter, bool]]) -> Any:
         group = self.world.groups.make() if self.machine.syncs else self.world.gradients
-        sync = build.grad_sync(self.strategy, params, group, self.world)
+        sync = build.grad_sync(self.strategy, params, group, self.world, self.rounds)
         sync.on_uneven = self._uneven
         sync.stop_wanted = lambda: self.stop_wanted()
         sync.saves = lambda: self.saves

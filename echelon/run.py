@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from echelon import away, build, facts
+from echelon.apart import TOGETHER_S, all_here
 from echelon.clock import Deadline
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Lost, Outcome
 from echelon.control.member import Member
 from echelon.data import randomness
 from echelon.data.loader import Part
-from echelon.elastic import policy
 from echelon.env import Place
 from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
 from echelon.keeping import Keeping
+from echelon.loop import Yielding
 from echelon.parallel import backward, clip, norm
 from echelon.parallel.average import Average
 from echelon.parallel.exchange import Exchange, ReduceOp
@@ -37,10 +38,9 @@ from echelon.prepare.phase import Phase
 from echelon.prepare.trail import Trail, epochs_to_do
 from echelon.prepare.values import Values
 from echelon.prepared import Prepared
+from echelon.rejoin import Rejoin
 from echelon.step import Machine
 from echelon.strategy import Strategy
-
-TOGETHER_S = 1800.0
 
 
 class Run:
@@ -59,7 +59,6 @@ class Run:
         randomness.seed_everything(strategy.seed)
         self.world = world or build.world(place, strategy, member)
         self.machine = Machine(strategy, self.rank, self.world_size, emit)
-        self.machine.after_loss = self._after_loss
         self.machine.warn = self._warn
         apart = build.apart(strategy, self.world)
         side = apart.group if apart is not None else self.world.side
@@ -80,7 +79,7 @@ class Run:
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
         self._num_phases = 0
-        own = Exchange(AloneGroup(self.device), self._side_lost) if strategy.dealt else self.exchange
+        own = Exchange(AloneGroup(self.device), self._side_lost) if strategy.alone else self.exchange
         self.normaliser = Normaliser(self.machine, own)
         self.machine.on_lost += [self.normaliser.forget, self.log_book.forget]
         self.first_step = FirstStep(self.machine, own, self._warn)
@@ -88,19 +87,22 @@ class Run:
         self.machine.keepers.append(Randomness(cuda=self.device.type == "cuda"))
         self.machine.global_loss = self.values.global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
+        if strategy.alone:
+            self.machine.all_here = lambda: all_here(self)
         if apart is not None:
-            self.machine.all_here = self._all_here
-            self.machine.all_saved = lambda: self._side_lost(
-                apart.group.barrier().wait(Deadline.after(TOGETHER_S))
-            )
+            barrier = apart.group.barrier
+            self.machine.all_saved = lambda: self._side_lost(barrier().wait(Deadline.after(TOGETHER_S)))
+        if self.prepared.rounds is not None:
+            self.machine.loop_over, self.machine.at_bare_step = self._loop_over, self._bare_step
         if strategy.strict:
             self.machine.before_apply.append(lambda optimizer: facts.refuse_unused(self, optimizer))
         self.machine.after_apply.append(self._after_apply)
         backward.watch_checkpoints()
         if member is not None:
             member.report = self.beat
-            member.at_end = self.keeping.check_arrived
-        self.keeping.begin()
+            member.at_end = self._at_end
+        self.rejoin = Rejoin(self.keeping, self.first_step)
+        self.keeping.begin(self.rejoin.come_back() if place.incarnation else None)
 
     # -- where am I ----------------------------------------------------------------------------------------------
 
@@ -232,14 +234,18 @@ class Run:
         if op not in ("mean", "sum", "min", "max"):
             raise UsageError(f"reduce() knows mean, sum, min and max, not {op!r}")
         self.keeping.pause("reduce")
-        return self.trail.call("reduce", lambda: self.values.reduce(x, op, self.device))
+        return self.trail.call(
+            "reduce", lambda: self.rejoin.once(lambda: self.values.reduce(x, op, self.device))
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers in global order; differentiable: the answer for in-batch negatives."""
         self.first_step.end()  # a loss over gathered rows is global already: nothing to compare
         in_loop = self.machine.current is not None  # its graph is of this life
         gathered = self.trail.call(
-            "gather", lambda: self.exchange.gather(x, self.machine.share), keep=not in_loop
+            "gather",
+            lambda: self.rejoin.once(lambda: self.exchange.gather(x, self.machine.share)),
+            keep=not in_loop,
         )
         assert isinstance(gathered, Tensor)
         return gathered
@@ -252,7 +258,9 @@ class Run:
         The model is in eval mode and no gradient is kept; with ema its averaged weights are evaluated.
         """
         self.keeping.pause("evaluate")
-        result: dict[str, float] = self.trail.call("evaluate", lambda: self._evaluate(model, loader, fn))
+        result: dict[str, float] = self.trail.call(
+            "evaluate", lambda: self.rejoin.call(lambda: self._evaluate(model, loader, fn))
+        )
         return dict(result)
 
     def _evaluate(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
@@ -292,11 +300,17 @@ class Run:
         average = self.averages.get(id(model))
         target = saving.target(path)
         self.keeping.pause("save")
-        if self.trail.moment("save") is None:
+        mark = self.trail.moment("save")
+        if mark is None:
             return target
         self.machine.drain(all_here=True)
-        with average.swapped() if average else contextlib.nullcontext():
-            saving.write_once(models.state(model), target, self.exchange)
+
+        def write() -> None:
+            with average.swapped() if average else contextlib.nullcontext():
+                saving.write_once(models.state(model), target, self.exchange)
+
+        self.rejoin.call(write, mark)
+        mark.done = True
         return target
 
     def checkpoint(self) -> Any:
@@ -325,12 +339,6 @@ class Run:
         self.log_book.flush()
         return facts.beat(self.machine, self.rank, max((f.epochs for f in self.prepared.feeds), default=0))
 
-    def _after_loss(self, lost: Lost, step: int) -> None:
-        seats = self.member.roster() if self.member is not None and lost.peers else {}
-        decision = policy.after_loss(lost.peers, lost.reason, seats, self.rank, step)
-        if isinstance(decision, policy.Stop):
-            raise decision.error
-
     def _side_lost(self, outcome: Outcome) -> None:
         if isinstance(outcome, Lost):
             self.machine.side_losses.append(outcome)
@@ -342,18 +350,29 @@ class Run:
             if average is not None and any(id(p) in params for p in average.live):
                 average.update()
 
-    def _all_here(self) -> None:
-        """Under async every worker counts its own steps: the largest count is the run's once all are at one place."""
-        if self.machine.committed:
-            for loader in self.machine.loaders:
-                loader.mark()
-        term = self.member.term if self.member is not None else 0
-        told = torch.tensor([float(self.global_step), float(self.keeping.stopping), float(term)])
-        self._side_lost(self.exchange.group.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
-        self.machine.counters.global_step = int(told[0])
-        if self.prepared.apart is not None:
-            self.prepared.apart.term = int(told[2])
-        self.machine.gathered, self.machine.leaving = True, bool(told[1])
+    def _loop_over(self, loop: Yielding) -> None:
+        """Under local all copies are the same after a loop that is in no other; who left it in its middle is waited for at the next such
+        place: maybe an error did, and it must be heard of now."""
+        self.machine.drain()
+        rounds = self.prepared.rounds
+        assert rounds is not None
+        if any(other is not loop for other in self.machine.open_loops):
+            return
+        if self.trail.following or loop.abandoned:
+            rounds.pass_by()
+        else:
+            rounds.gather()
+
+    def _bare_step(self, whole: bool) -> None:
+        if whole and self.prepared.rounds is not None:
+            self.prepared.rounds.step_over()
+        self.keeping.bare_step(whole)
+
+    def _at_end(self) -> None:
+        """The script came to its end."""
+        self.keeping.check_arrived()
+        if self.prepared.rounds is not None:
+            self.prepared.rounds.gather()
 
     def _first_batch(self, part: Part) -> None:
         """Until here all ranks drew alike (weights, splits of the data); from now on each draws its own dropout."""

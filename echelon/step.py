@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon import away, closures, faults
+from echelon import away, closures, faults, replay
 from echelon.comm.group import Lost, Met, Outcome, merge
 from echelon.data.loader import Part
-from echelon.errors import LoopError
-from echelon.events import Sink, StepLost
+from echelon.events import Sink
 from echelon.loop import Counters, Rewindable, Stepping, Yielding
 from echelon.parallel.gradsync import GradSync, Share
 from echelon.prepare.keep import Keeper
@@ -43,9 +42,10 @@ class Machine:
         self.before_apply: list[Callable[[Stepping], None]] = []
         self.on_lost: list[Callable[[], None]] = []
         self.at_first_begin: list[Callable[[Part], None]] = []
-        self.alone = Share(weight=1.0 if strategy.dealt else 1.0 / size)
+        self.alone = Share(weight=1.0 if strategy.alone else 1.0 / size)
         self.all_here: Callable[[], None] = lambda: None
-        """Waits for all workers, where they are not at one place by themselves (async)."""
+        self.loop_over: Callable[[Yielding], None] = lambda loop: self.drain()
+        """Waits for all workers, where they are not at one place by themselves (async, local); called when a loop is over."""
         self.all_saved: Callable[[], None] = lambda: None
         """Waits until all workers have what they save: nobody changes it before."""
         self.gathered = self.leaving = False
@@ -83,8 +83,14 @@ class Machine:
         """A scaler is stepping: the step is over with its update()."""
         self.at_commit: list[Callable[[Yielding], None]] = []
         """Called when the last step is final: by the loop whose next part is about to be yielded, or that is over."""
-        self.after_loss: Callable[[Lost, int], None] = lambda lost, step: None
-        """The failure policy: raises when a replay in this group makes no sense."""
+        self.after_loss: Callable[[Lost, int], bool] = lambda lost, step: False
+        """The failure policy: raises when a replay makes no sense; says whether other workers have to be waited for."""
+        self.regroup: Callable[[], None] = lambda: None
+        """Waits for them: everything here is as it was at the last commit."""
+        self.before_replay: Callable[[], None] = lambda: None
+        """Called when batches of a lost step are about to come again."""
+        self.kept_at: Yielding | None = None
+        """The loop that was about to yield at the last snapshot: where a lost step begins again."""
 
     # -- begin ---------------------------------------------------------------------------------------------------
 
@@ -95,7 +101,8 @@ class Machine:
         for fn in first:
             fn(part)
         if self.iteration_lost:
-            self._put_back()
+            replay.put_back(self)
+            self.before_replay()
         elif self.committed:
             self._snapshot(loop)
         self.iteration_lost = False
@@ -118,6 +125,7 @@ class Machine:
             last=micro.last,
             sums_to_one=not sums and micro.total == len(micro.ids),
             number=self.begins,
+            count=part.count,
         )
 
     def set_share(self, share: Share) -> None:
@@ -127,7 +135,7 @@ class Machine:
 
     def end_loop(self, loop: Yielding) -> None:
         """A loader's loop is over: what is around it (an outer loop, or nothing) is current again."""
-        self.drain()
+        self.loop_over(loop)
         self.last_loop = loop.rank_samples
         if loop in self.open_loops:
             self.open_loops.remove(loop)
@@ -151,7 +159,7 @@ class Machine:
         for loader in self.loaders:
             loader.mark()
         self._settle()
-        self.step_before = self.counters.global_step
+        self.kept_at, self.step_before = loop, self.counters.global_step
         for sync in self.syncs:
             sync.refresh()
         for optimizer in self.optimizers:
@@ -319,44 +327,7 @@ class Machine:
 
     def lose(self, lost: Lost, optimizer: Stepping) -> None:
         """Nothing is applied: put everything back to the last commit and yield its batches again."""
-        step = self.next_step(optimizer)
-        optimizer.stepped = False
-        self.after_loss(lost, step)
-        undo = [o for o in self.optimizers if o.index in self.in_iteration and not o.has_pre_image()]
-        if undo:
-            raise LoopError(
-                f"step {step} was lost after optimizer {undo[0].index} had stepped in the same iteration for the first time, "
-                "and that step cannot be undone",
-                remedy="Start the run again.",
-                step=step,
-            )
-        for sync in self.syncs:
-            sync.forget()
-        for other in self.optimizers:
-            other.put_back()
-        self.counters.global_step = self.step_before if self.current is not None else step - 1
-        batches = sum(loader.rewind() for loader in self.loaders)
-        if batches and not self.open_loops:
-            self.warn(
-                f"step {step} was lost after its loop had ended: its {batches} batches come first in the next loop.\n"
-                "  After the last loop there is none, and they stay out."
-            )
-        self.counters.lost_steps += 1
-        for forget in self.on_lost:
-            forget()
-        self.iteration_lost = True
-        self.committed = False
-        self.in_iteration.clear()
-        self.emit(
-            StepLost(rank=self.rank, step=step, batches=batches, reason=lost.reason, peers=list(lost.peers))
-        )
-
-    def _put_back(self) -> None:
-        """A lost iteration is over: also undo what the script did in it after its step() (averages, random numbers)."""
-        for sync in self.syncs:
-            sync.forget()
-        for keeper in self.keepers:
-            keeper.put_back()
+        replay.lose(self, lost, optimizer)
 
     def global_loss(self, loss: Any) -> Any:
         """A closure's loss over the global batch; replaced by the run, which has the group."""

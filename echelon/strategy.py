@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from echelon import coding, demands
+from echelon import coding, copying, demands
 from echelon.errors import StrategyError
+from echelon.spelling import from_text, spell, unknown
+from echelon.spelling import need as _need
 
 FORMS = ("allreduce", "ps", "sharded", "auto")
 AXES = ("data", "tensor", "pipeline")
@@ -110,6 +112,15 @@ class Strategy:
     local_steps: int = 1
     """With update=local: steps between two meetings."""
 
+    outer: Literal["mean", "geo", "diloco"] = "mean"
+    """With update=local: what a meeting makes of the copies: their mean, each one's way added, or an outer optimizer's step."""
+
+    outer_lr: float = 0.7
+    """With outer=diloco: learning rate of the outer optimizer, SGD with Nesterov momentum."""
+
+    outer_momentum: float = 0.9
+    """With outer=diloco: momentum of the outer optimizer; 0 with outer_lr=1 is the mean."""
+
     apply: Literal["worker", "server"] = "worker"
     """Who runs the optimizer under ps."""
 
@@ -170,6 +181,11 @@ class Strategy:
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
 
     @property
+    def alone(self) -> bool:
+        """Every worker takes whole batches of the script's loader by itself, and counts its own steps."""
+        return self.update == "local" or self.dealt
+
+    @property
     def dealt(self) -> bool:
         """Workers take pieces of the data as they ask for them, and are not at one place."""
         return self.form == "ps" and (self.update == "async" or self.backup > 0 or self.aggregate > 0)
@@ -198,7 +214,7 @@ class Strategy:
         return wanted if self.servers_hold and num_servers > 1 and not self.first_parts else 0
 
     def __str__(self) -> str:
-        rest = [f"{k}={_spell(v)}" for k, v in self.changed().items() if k != "form"]
+        rest = [f"{k}={spell(v)}" for k, v in self.changed().items() if k != "form"]
         return ",".join([self.form, *rest])
 
 
@@ -213,7 +229,7 @@ def parse(text: str) -> dict[str, Any]:
         key, eq, value = (s.strip() for s in item.partition("="))
         if not eq:
             if key not in FORMS:
-                raise _unknown(key, (*FORMS, *NAMES), "strategy")
+                raise unknown(key, (*FORMS, *NAMES), "strategy")
             key, value = "form", key
         if key in fields:
             what = f"two forms, {fields[key]} and {value}" if key == "form" else f"{key} twice"
@@ -238,10 +254,10 @@ def parse_set(items: Iterable[str]) -> dict[str, Any]:
 def read_field(key: str, value: Any) -> Any:
     """The value of one field from text or TOML, checked; `form` is allowed here."""
     if key != "form" and key not in NAMES:
-        raise _unknown(key, NAMES, "field")
+        raise unknown(key, NAMES, "field")
     hint = _HINTS[key]
     if isinstance(value, str) and hint is not str:
-        value = _from_text(key, value, hint)
+        value = from_text(key, value, hint)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if hint is str:
@@ -283,8 +299,8 @@ def require_whole(strategy: Strategy) -> None:
         f"Start it with --servers 1 --strategy ps,update={strategy.update}, or leave it out.",
     )
     _need(
-        not strategy.dealt or strategy.checkpoint_every == 0,
-        f"checkpoint_every={strategy.checkpoint_every} counts steps, and with update=async or backup workers are not in the same one",
+        not strategy.alone or strategy.checkpoint_every == 0,
+        f"checkpoint_every={strategy.checkpoint_every} counts steps, and under update={strategy.update} every worker counts its own",
         "Call run.checkpoint() between two epochs; a run that is stopped saves anyway.",
     )
     _need(
@@ -319,9 +335,11 @@ def require_whole(strategy: Strategy) -> None:
     )
     _need(
         (strategy.apply == "worker" and strategy.update == "sync") or strategy.compress == "none",
-        f"compress={strategy.compress} with apply=server, bounded or async: servers take gradients as they are",
+        f"compress={strategy.compress} with apply=server, bounded, async or local: servers take gradients as they are",
         "Use update=sync with apply=worker, where the workers code what they send, or leave compress out.",
     )
+    for problem in copying.problems(strategy):
+        _need(False, *problem)
     demands.dealt(strategy)
 
 
@@ -336,33 +354,16 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "local_steps", "level", "schedule",
+        "data", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]
-    missing += [f"`update={strategy.update}`"] if strategy.update == "local" else []
     missing += ["backend=threads"] if strategy.backend == "threads" else []
     if missing:
         raise StrategyError(
             f"this version of Echelon does not have {' nor '.join(missing)} yet",
-            remedy="What works today: allreduce, and ps with update=sync (README, table of strategies).",
+            remedy="What works today: allreduce, and ps with update=sync, bounded, async and local (README, table of strategies).",
         )
-
-
-def _from_text(key: str, text: str, hint: Any) -> Any:
-    if hint is bool:
-        words = (("true", "1", "yes", "on"), True), (("false", "0", "no", "off"), False)
-        known = {word: meant for spelled, meant in words for word in spelled}
-        if text.lower() in known:
-            return known[text.lower()]
-        raise StrategyError(f"{key}={text} is neither true nor false")
-    if hint in (int, float):
-        try:
-            return hint(text)
-        except ValueError:
-            kind = "a whole number" if hint is int else "a number"
-            raise StrategyError(f"{key}={text} is not {kind}") from None
-    return text
 
 
 def _check_type(key: str, value: Any) -> None:
@@ -379,18 +380,3 @@ def _check_type(key: str, value: Any) -> None:
         return
     elif not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise StrategyError(f"{key}={value!r} must be {hint.__name__}")
-
-
-def _unknown(key: str, known: Iterable[str], what: str) -> StrategyError:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.4)
-    remedy = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
-    return StrategyError(f"unknown {what} {key!r}", remedy=remedy)
-
-
-def _need(ok: bool, message: str, remedy: str = "") -> None:
-    if not ok:
-        raise StrategyError(message, remedy=remedy)
-
-
-def _spell(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import owed
+from echelon.checkpoint.handed import Handed
 from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.load import Saved
 from echelon.data import randomness
@@ -23,6 +24,9 @@ from echelon.mesh.layout import Key, Span
 from echelon.prepare import model as models
 from echelon.prepare.trail import Trail
 from echelon.prepared import Prepared
+
+Source = Saved | Handed
+"""A checkpoint, or what another worker handed over."""
 
 _PREFIXED = re.compile(r"(model|optimizer)\d+/")
 
@@ -71,21 +75,23 @@ class Whole:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def holdings(self) -> list[Holding]:
-        """Every tensor. Weights and optimizer state rest until the next step; buffers change in forward."""
-        for prepared in self.machine.optimizers:
+    def holdings(self, handed: bool = False) -> list[Holding]:
+        """Every tensor. Weights and optimizer state rest until the next step; buffers change in forward. What is `handed` to a worker
+        that was started again is all of it, less what lies on servers."""
+        for prepared in self.machine.optimizers if not handed else ():
             prepared.fetch_state()
         named = [(name, param) for name, _, param in self._params()]
         names = {id(param): name for name, param in named}
         found = [self._hold(name, "value", param) for name, param in named]
         for model in self.prepared.models:
-            if self.prepared.seat[0] == 0:
+            if self.prepared.seat[0] == 0 or handed:
                 buffers = self._buffers(model)
                 found += [self._hold(name, "value", buffer, settled=False) for name, buffer, _ in buffers]
             average = self.prepared.averages.get(id(model))
             if average is not None:
                 pairs = zip(average.live, average.shadow, strict=True)
                 found += [self._hold(names[id(live)], "ema", shadow) for live, shadow in pairs]
+        own = self.prepared.strategy.update == "local"
         seen = {holding.key.name for holding in found if holding.key.slot == "value"}
         for i, prepared in enumerate(self.machine.optimizers):
             optimizer = prepared.optimizer
@@ -94,8 +100,8 @@ class Whole:
                     if name not in seen:  # a parameter of no prepared model
                         found.append(self._hold(name, "value", param))
                     for slot, value in optimizer.state.get(param, {}).items():
-                        if isinstance(value, Tensor):
-                            found.append(self._hold(name, f"optimizer{i}.{slot}", value))
+                        if isinstance(value, Tensor) and not (own and self.world.rank):
+                            found.append(self._hold(name, f"optimizer{i}.{slot}", value, own=own))
         if self.prepared.strategy.compress != "none":
             found += owed.holdings(self.machine.syncs, self._trained())
         return found
@@ -110,22 +116,23 @@ class Whole:
                 known = {id(p): name for name, p in zip(mine, group["params"], strict=True)} | known
         return known
 
-    def _hold(self, name: str, slot: str, tensor: Tensor, settled: bool = True) -> Holding:
+    def _hold(self, name: str, slot: str, tensor: Tensor, settled: bool = True, own: bool = False) -> Holding:
         place = self._places.get((name, slot))
         shape = tuple(tensor.shape)
         if place is None or place[1].shape != shape:
             place = self._places[name, slot] = (Key(name, slot), Span.whole(shape))
         tensor = tensor.detach() if tensor.requires_grad else tensor
         everybody = tuple(range(self.prepared.seat[1]))
-        return Holding(place[0], tensor, place[1], everybody if settled else (0,), settled)
+        return Holding(place[0], tensor, place[1], everybody if settled and not own else (0,), settled)
 
-    def objects(self) -> dict[str, Any]:
+    def objects(self, handed: bool = False) -> dict[str, Any]:
         """Everything else, as plain data."""
-        for prepared in self.machine.optimizers:
+        for prepared in self.machine.optimizers if not handed else ():
             prepared.fetch_state()
         names = self._names()
         own_buffers: dict[str, Tensor] = {}
-        if not self.prepared.strategy.sync_batchnorm and self.prepared.seat[0]:
+        strategy = self.prepared.strategy
+        if (not strategy.sync_batchnorm or strategy.update == "local") and self.prepared.seat[0]:
             for model in self.prepared.models:
                 own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
         return {
@@ -152,11 +159,31 @@ class Whole:
                 if rest:
                     state[name] = rest
         slots = list(dict.fromkeys(slot for entry in optimizer.state.values() for slot in entry))
-        return {"groups": groups, "names": names, "state": state, "slots": slots}
+        return {
+            "groups": groups,
+            "names": names,
+            "state": state,
+            "slots": slots,
+            "own": self._own(index, names),
+        }
+
+    def _own(self, index: int, names: list[list[str]]) -> dict[str, dict[str, Tensor]]:
+        """With update=local every worker's optimizer has a state of its own: worker 0's lies with the weights, the others' with the rest."""
+        if self.prepared.strategy.update != "local" or not self.world.rank:
+            return {}
+        optimizer = self.machine.optimizers[index].optimizer
+        pairs = [
+            (name, optimizer.state.get(param, {}))
+            for group, mine in zip(optimizer.param_groups, names, strict=True)
+            for name, param in zip(mine, group["params"], strict=True)
+        ]
+        return {
+            name: {k: v for k, v in kept.items() if isinstance(v, Tensor)} for name, kept in pairs if kept
+        }
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def restore(self, saved: Saved, objects: dict[str, Any]) -> None:
+    def restore(self, saved: Source, objects: dict[str, Any]) -> None:
         """Everything there is, at the place where the run was left."""
         self.prepared.adopt_loose_parameters()  # their optimizer's state has to find its meeting
         for i in range(len(self.prepared.models)):
@@ -171,18 +198,19 @@ class Whole:
         if saved.world_size == self.world.size:
             for sync, layout in zip(self.machine.syncs, objects["layouts"], strict=False):
                 sync.lay(layout)
-        for prepared in self.machine.optimizers:
-            prepared.load_state()
-        dropped = owed.restore(self.machine.syncs, self._trained(), saved)
-        if dropped and self.world.rank == 0:
-            self.prepared.warn(dropped)
+        if isinstance(saved, Saved):  # what was handed over is on the servers already
+            for prepared in self.machine.optimizers:
+                prepared.load_state()
+            dropped = owed.restore(self.machine.syncs, self._trained(), saved)
+            if dropped and self.world.rank == 0:
+                self.prepared.warn(dropped)
         self._restore_random(saved, objects)
 
     def _of(self, kind: str) -> list[Any]:
         kinds = {"scheduler": self.prepared.schedulers, "scaler": self.prepared.scalers}
         return kinds.get(kind, self.prepared.tracked)
 
-    def restore_one(self, saved: Saved, objects: dict[str, Any], kind: str, index: int) -> None:
+    def restore_one(self, saved: Source, objects: dict[str, Any], kind: str, index: int) -> None:
         """One object, as it is prepared."""
         if kind == "model":
             self._restore_model(saved, objects, self.prepared.models[index], index)
@@ -201,7 +229,7 @@ class Whole:
                 remedy="Prepare and track the same objects in the same order as in the run that is resumed.",
             ) from error
 
-    def _restore_model(self, saved: Saved, objects: dict[str, Any], model: nn.Module, index: int) -> None:
+    def _restore_model(self, saved: Source, objects: dict[str, Any], model: nn.Module, index: int) -> None:
         here = set(saved.keys())
         if index >= len(objects["extra"]):
             return
@@ -224,7 +252,7 @@ class Whole:
         if objects["extra"][index]:
             models.unwrapped(model).load_state_dict(objects["extra"][index], strict=False)
 
-    def _read(self, saved: Saved, here: set[Key], key: Key, out: Tensor) -> None:
+    def _read(self, saved: Source, here: set[Key], key: Key, out: Tensor) -> None:
         if key not in here:
             near = difflib.get_close_matches(key.name, [k.name for k in here if k.slot == key.slot], n=1)
             raise CheckpointError(
@@ -258,7 +286,7 @@ class Whole:
         records = objects["optimizers"]
         return index >= len(records) or self._optimizer_names(index) == records[index]["names"]
 
-    def _restore_optimizer(self, saved: Saved, record: dict[str, Any], index: int) -> None:
+    def _restore_optimizer(self, saved: Source, record: dict[str, Any], index: int) -> None:
         optimizer = self.machine.optimizers[index].optimizer
         names = self._optimizer_names(index)
         if names != record["names"]:
@@ -279,6 +307,8 @@ class Whole:
                 for key in slots.get(name, ()):
                     slot = key.slot.partition(".")[2]
                     state[slot] = _slot(saved, key, param, group, optimizer.state.get(param, {}).get(slot))
+                if saved.world_size == self.world.size:
+                    state |= {slot: x.clone() for slot, x in record.get("own", {}).get(name, {}).items()}
                 if state:
                     order = {slot: at for at, slot in enumerate(record["slots"])}
                     optimizer.state[param] = dict(sorted(state.items(), key=lambda item: order[item[0]]))
@@ -290,12 +320,12 @@ class Whole:
                 else:
                     group[key_] = value
 
-    def _restore_random(self, saved: Saved, objects: dict[str, Any]) -> None:
-        """Each rank's own; a rank that was not there takes rank 0's, and numbers of its own for dropout."""
+    def _restore_random(self, saved: Source, objects: dict[str, Any]) -> None:
+        """Each rank's own; a rank that was not there takes another's, and numbers of its own for dropout."""
         cuda = self.world.device.type == "cuda"
         state = randomness.unpacked(objects["random"])
         randomness.restore(state if cuda else randomness.without_cuda(state))
-        if self.world.rank >= saved.world_size:
+        if self.world.rank >= saved.world_size or isinstance(saved, Handed):
             seed = self.prepared.strategy.seed
             torch.manual_seed(randomness.mix(seed, self.world.rank, saved.step, "dropout"))
 
@@ -312,7 +342,7 @@ def gather(prepared: Prepared, whole: Whole, trail: Trail) -> tuple[dict[str, An
             return objects, holdings
 
 
-def _slot(saved: Saved, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:
+def _slot(saved: Source, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:
     """A tensor of an optimizer's state, in its old memory if there is any."""
     shape, dtype = saved.shape(key), saved.dtype(key)
     on_cpu = key.slot.endswith(".step") and not (group.get("capturable") or group.get("fused"))

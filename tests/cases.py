@@ -53,6 +53,10 @@ ROWS = {
     "ps and servers go together", "servers start, serve and leave with the run", "a server's seat is its own",
     "a killed server is named", "a server that fails is told last", "SIGTERM to a server", "a stopped server is named",
     "servers leave nothing", "servers dealt over hosts", "servers on two hosts", "servers on hosts of their own", "ps in plain python", "ps and --resume",
+    "ps,update=local: who goes on after a meeting", "ps,update=local: one worker is plain torch",
+    "ps,update=local: a step each and the mean is accumulation", "ps,update=local: copies meet as in a simulation",
+    "ps,update=local: every sample once", "ps,update=local: SIGTERM and --resume", "ps,update=local: resumed with the same bits",
+    "ps,update=local: a killed worker is named", "ps,update=local: a loop that is left",
     "a killed server on another host", "what is started again takes its old seat", "who speaks for whom",
     # what it must show
     "equality matrix", "twice the same bits", "faults.lose", "replay", "committed ids", "Lost",
@@ -80,7 +84,7 @@ ROWS = {
     "echelon serve", "ps: servers reached from another host", "ps: garbage harms nobody", "ps: a client that stops holds up nobody", "ps: kill -9 of a client or a server in mid-call",
     "ps: the direct API equals torch's optimizers", "ps: a pull sees whole updates", "ps: wrong names and shapes are told to who caused them",
     "equality matrix with parameter servers", "every loop with parameter servers, or told why not", "ps: a lost step changes no bit",
-    "ps: the same answer while servers are killed", "ps: kill -9 of a server with a copy", "ps: both copies gone at once",
+    "ps: the same answer while servers are killed", "ps: kill -9 of a server with a copy", "ps: 50 random kills of servers and workers in one run", "ps: both copies gone at once",
     "ps: a copy takes over, and never less than was acknowledged",
     "ps: a checkpoint loads without servers, and the reverse", "ps: .grad of apply=server is never silently a part",
     "ps: sums in the order of ranks", "ps: a server's step is the sum's step", "ps: a push is provisional", "ps: norms are those of the sum",
@@ -88,4 +92,8 @@ ROWS = {
     "ps: garbage of a worker is told to it alone", "ps: a server's state loads at any number of servers",
     "ps: two optimizers over one range keep states apart", "a worker killed among servers is named",
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
+    # a killed worker is started again
+    "again: the decision", "again: groups that change", "again: the state is handed over", "again: no bit is changed",
+    "again: killed on its way back", "again: an exception ends the run", "again: killed before the first batch",
+    "again: nobody left", "again: evaluate and save", "again: on another host", "again: a storm",
 }  # fmt: skip

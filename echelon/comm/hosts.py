@@ -7,6 +7,7 @@ the first rank measures the way to the last host, and tells everybody, so that a
 from __future__ import annotations
 
 import array
+import math
 import time
 from typing import Any
 
@@ -44,12 +45,15 @@ def enter(
     *,
     where: str | None = None,
     limit_s: float = LIMIT_S,
+    connect_s: float = math.inf,
 ) -> Any:
     """The core's group of these ranks; blocks until all are in. Every rank calls it with the same name.
 
-    `address` is the one at which the other hosts reach this rank, `where` (for tests) the host that it says to be on."""
+    `address` is the one at which the other hosts reach this rank, `where` (for tests) the host that it says to be on. Once all have said
+    so they may take `connect_s` to connect: one that dies meanwhile is not told by the meeting."""
     meeting.put(f"where/{name}/{seat.rank}", (where or handover.same_memory()).encode())
     hosts = gathered([meeting.get(f"where/{name}/{rank}", deadline) for rank in range(seat.size)])
+    deadline = deadline.sooner(connect_s)
     if len(hosts) == 1:
         group = handover.enter(core, meeting, seat, name, deadline)
         forks.register(group)

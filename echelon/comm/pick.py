@@ -15,6 +15,7 @@ from echelon import env, native
 from echelon.clock import Deadline
 from echelon.comm import gloo, hosts
 from echelon.comm.alone import AloneGroup
+from echelon.comm.changing import ChangingGroup
 from echelon.comm.group import Group
 from echelon.comm.handover import Seat, StoreMeeting
 from echelon.comm.over_native import NativeGroup
@@ -30,6 +31,10 @@ SILENCE_S = 120.0
 policy, and a vanished host is the coordinator's to notice: both come first."""
 ENTER_S = 300.0
 """The longest that ranks wait for each other to share memory; a death in between ends it at once."""
+ENTER_AGAIN_S = 1800.0
+"""The same in a later term, where one of them may still be on its way through its script."""
+CONNECT_AGAIN_S = 20.0
+"""How long they may take then, once all are there: one may die in between, and the next term must not wait for long."""
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -62,8 +67,12 @@ class Groups:
     ) -> None:
         self.backend, self.rank, self.size, self.device, self.member = backend, rank, size, device, member
         self.made: list[Group] = []
+        self.term: int | None = None
+        """The one that the groups are of; None: the one in which the run formed."""
         self._store: CoordinatorStore | None = None
-        self._opened_torch = False
+        self._pretends = False
+        self._torch = ""
+        """The backend of torch.distributed's default group, once it was opened here."""
 
     def make(self, name: str = "gradients") -> Group:
         """A new group of all ranks; the first one also becomes torch.distributed's default group.
@@ -72,6 +81,13 @@ class Groups:
         group: Group
         if self.backend == "alone":
             group = AloneGroup(self.device)
+        elif self.backend == "native" and self.member is not None:
+            group = changing = ChangingGroup(
+                self._fresh(name), self.rank, self.size, self.device, self._native
+            )
+            changing.pretends = self._pretends
+            if not self._pretends:
+                _ = changing.inner  # blocks until all are in
         elif self.backend == "native":
             group = self._native(self._fresh(name))
         else:
@@ -88,9 +104,40 @@ class Groups:
     def open_torch(self, backend: str) -> None:
         """Makes torch.distributed's default group over this backend of ours, unless there is one; close() ends it."""
         if self.member is not None and not dist.is_initialized():
-            limit, store = datetime.timedelta(seconds=OP_LIMIT_S), CoordinatorStore(self.member, name="torch")
+            limit = datetime.timedelta(seconds=OP_LIMIT_S)
+            store = CoordinatorStore(self.member, name="torch", term=self.term)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
-            self._opened_torch = True
+            self._torch = backend
+
+    # -- a new term ----------------------------------------------------------------------------------------------
+
+    @property
+    def changing(self) -> list[ChangingGroup]:
+        """Those that can be made anew; [] where none can."""
+        return [group for group in self.made if isinstance(group, ChangingGroup)]
+
+    def renew(self, term: int) -> None:
+        """From now on all groups are of this term. What was under way is lost. Blocks until all ranks are in the first group; raises
+        what kept them from it."""
+        self.term = term
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        for group in self.changing:
+            group.change()
+        _ = self.changing[0].inner
+
+    def renew_torch(self) -> None:
+        """torch.distributed's default group of the new term; those that a script made itself are gone."""
+        if self._torch and dist.is_initialized():
+            dist.destroy_process_group()
+            self.open_torch(self._torch)
+
+    def pretend(self, so: bool) -> None:
+        """Nothing that is asked of the groups counts, and nobody is waited for: until pretend(False)."""
+        self._pretends = so
+        for group in self.changing:
+            group.pretends = so
 
     def _native(self, name: str) -> Group:
         core = native.core()
@@ -103,12 +150,17 @@ class Groups:
         address = "127.0.0.1"
         if self.member is not None:
             place = self.member.place
-            seat = Seat(self.rank, self.size, self.member.token, place.run, self.member.term)
+            term = self.member.term if self.term is None else self.term
+            seat = Seat(self.rank, self.size, self.member.token, place.run, term)
             address = place.address or net.local_address(net.split(place.coordinator)[0])
             if self._store is None:
-                self._store = CoordinatorStore(self.member, name="native")
+                self._store = CoordinatorStore(self.member, name="native", term=term)
             meeting = StoreMeeting(self._store)
-        group = hosts.enter(core, meeting, seat, name, address, Deadline.after(ENTER_S), limit_s=SILENCE_S)
+        enter_s, connect_s = (ENTER_S, ENTER_S) if self.term is None else (ENTER_AGAIN_S, CONNECT_AGAIN_S)
+        deadline = Deadline.after(enter_s)
+        group = hosts.enter(
+            core, meeting, seat, name, address, deadline, limit_s=SILENCE_S, connect_s=connect_s
+        )
         return NativeGroup(group, self.rank, self.size, self.device, name, self._blame())
 
     def _bound(self) -> contextlib.AbstractContextManager[None]:
@@ -139,7 +191,7 @@ class Groups:
         return None if member is None else lambda reason: _gone(member.roster, self.rank)
 
     def close(self) -> None:
-        if self._opened_torch and dist.is_initialized():
+        if self._torch and dist.is_initialized():
             dist.destroy_process_group()
         for group in reversed(self.made):
             group.close()

@@ -44,7 +44,8 @@ class Roster(Protocol):
     """True once somebody asked the run to end at a common step."""
 
     def roster(self) -> dict[int, dict[str, Any]]:
-        """Each worker that ever joined: {"state", "step", "host", "pid"}. Asks the coordinator; blocks up to 10 s."""
+        """Each worker that ever joined: {"state", "step", "host", "pid", "incarnation", "term"}, the last being that of its last change.
+        Asks the coordinator; blocks up to 10 s."""
 
     def servers(self) -> dict[int, dict[str, Any]]:
         """The same of each parameter server, with its "incarnation": a server that was started again has a higher one."""

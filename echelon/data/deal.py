@@ -60,6 +60,9 @@ class Cut:
     accumulate: int = 1
     microbatches: int = 1
     per_worker: bool = False
+    first: int = 0
+    every: int = 1
+    """Only every n-th of the loader's batches, from this one on, is this worker's: where each takes whole ones by itself."""
     pieces: int = 0
     """Workers take pieces of the epoch as they ask for them: each group of batches is cut into so many. 0: batches are cut over
     the workers."""
@@ -87,7 +90,7 @@ def micros(
 ) -> Iterator[Micro]:
     """The micro-steps of an epoch from `position` on, in order. The last group may be incomplete and still ends with
     last=True."""
-    rest = islice(iter(batches), position.start, None)
+    rest = islice(islice(iter(batches), cut.first, None, cut.every), position.start, None)
     yield from islice(_micros(rest, epoch, cut, position.start), position.into, None)
 
 

@@ -33,8 +33,8 @@ class Ledger:
             self._seen.add(key)
             self.epochs.setdefault(micro.epoch, EpochLedger()).planned += len(micro.ids)
 
-    def drop(self, part: Part) -> None:
-        """It came too late: others will have these samples."""
+    def unplan(self, part: Part) -> None:
+        """A part that was yielded comes again: until then it is not planned."""
         micro = part.micro
         key = (micro.epoch, micro.batch, micro.slice)
         if key in self._seen:

@@ -150,7 +150,10 @@ class Coordinator:
         return {"term": self.members.term}
 
     async def roster(self, peer: Identity) -> dict[str, Any]:
-        return {str(rank): self._seat(seat) for rank, seat in sorted(self.members.seats.items())}
+        return {
+            str(rank): {**self._seat(seat), "incarnation": seat.incarnation, "term": seat.term}
+            for rank, seat in sorted(self.members.seats.items())
+        }
 
     async def servers(self, peer: Identity) -> dict[str, Any]:
         return {

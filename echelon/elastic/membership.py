@@ -67,8 +67,10 @@ class Membership:
         return frozenset(range(self.num_workers)) - self.ended
 
     def lost_since(self, term: int) -> tuple[int, ...]:
-        """Workers that died or failed after `term`: nothing of that term can wait for them any more."""
-        return _lost(self.seats, term)
+        """Workers that died or failed after `term`: nothing of that term can wait for them any more, even if a successor has taken
+        the seat. Who names no term (0) waits for whoever sits there."""
+        again = {r for r, seat in self.seats.items() if 0 < term < seat.term and _is_successor(seat)}
+        return tuple(sorted(again.union(_lost(self.seats, term))))
 
     def servers_lost_since(self, term: int) -> tuple[int, ...]:
         """The same of servers."""
@@ -135,6 +137,10 @@ def _of(now: Membership, rank: int, role: str, what: str) -> tuple[Mapping[int, 
     if not 0 <= rank < count:
         raise UsageError(f"{name} {what} a run of {count} {role}s")
     return seats, count, name
+
+
+def _is_successor(seat: Change) -> bool:
+    return seat.state == JOINED and seat.incarnation > 0
 
 
 def _lost(seats: Mapping[int, Change], term: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.control.roster import FAILED
 from echelon.errors import EchelonError, LoopError, PeerLost
 from echelon.faults import ON_PURPOSE
 
@@ -16,6 +17,11 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Regroup:
+    """Undo what was not committed, wait until whoever was killed was started again, and run its batches again with it."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the run with this error."""
 
@@ -23,11 +29,17 @@ class Stop:
 
 
 def after_loss(
-    peers: Sequence[int], reason: str, seats: Mapping[int, Mapping[str, Any]], rank: int, step: int
-) -> Replay | Stop:
-    """A step was lost on `rank`: `peers` are those gone as far as known, `seats` the coordinator's roster.
-
-    This version knows one world a run: only a loss on purpose is replayed. Whoever left the loop is named.
+    peers: Sequence[int],
+    reason: str,
+    seats: Mapping[int, Mapping[str, Any]],
+    rank: int,
+    step: int,
+    why_not: str = "this version knows one world a run",
+    what: str = "",
+) -> Replay | Regroup | Stop:
+    """A step was lost on `rank`: `peers` are those gone as far as known, `seats` the coordinator's roster; `why_not` is "" where a
+    killed worker is started again, and somebody was killed. `what` was lost, if it was not the step itself but a call after it.
+    Whoever left the loop is named.
     """
     if reason == ON_PURPOSE:
         return Replay()
@@ -46,7 +58,9 @@ def after_loss(
                 peers=tuple(left),
             )
         )
+    if not why_not and not any(seats.get(peer, {}).get("state") == FAILED for peer in peers):
+        return Regroup()
     gone = f"worker {', '.join(map(str, peers))} is gone: " if peers else ""
-    return Stop(
-        PeerLost(f"step {step} did not meet: {gone}{reason}", rank=rank, step=step, peers=tuple(peers))
-    )
+    told = f"{what} after step {step} did not meet" if what else f"step {step} did not meet"
+    remedy = f"It could not be made again: {why_not}." if what else ""
+    return Stop(PeerLost(f"{told}: {gone}{reason}", remedy=remedy, rank=rank, step=step, peers=tuple(peers)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from echelon.activity import COMPILING, IMPORTING, Wait
+from echelon.activity import COMING, COMPILING, IMPORTING, Wait
 from echelon.control.roster import JOINED, SERVER, WORKER, Who
 
 STOPPED, SILENT, UNREACHABLE = "stopped", "silent", "unreachable"
@@ -13,7 +13,7 @@ ASLEEP, BUSY, IN_DATA = "asleep", "busy", "data"
 MISMATCH, ABSENT, LINK = "mismatch", "absent", "link"
 KINDS = (STOPPED, SILENT, UNREACHABLE, ASLEEP, BUSY, IN_DATA, MISMATCH, ABSENT, LINK)
 
-SLOW_LABELS = (COMPILING, IMPORTING, "run.save", "checkpoint")
+SLOW_LABELS = (COMPILING, IMPORTING, COMING, "run.save", "checkpoint")
 """What may rightly take minutes on one rank while the others wait."""
 
 BUSY_SHARE = 0.05

@@ -1,4 +1,5 @@
-"""What is started again after it ended: the coordinator, within a budget. Pure; this is the one place that decides it."""
+"""What is started again after it ended: the coordinator, and killed workers of some forms, within a budget. Pure; this is the one
+place that decides it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.control.roster import SERVER, WORKER, Who
+from echelon.elastic import again
+from echelon.show.lines import fold
 from echelon.strategy import Strategy
 
 MAX_RESTARTS = 5
-"""In a row, each within WINDOW_S of the one before."""
+"""In a row: of the coordinator each within WINDOW_S of the one before, of a worker without a step of the run in between."""
 
 WINDOW_S = 60.0
 
@@ -47,17 +50,61 @@ def without(who: Who, code: int, strategy: Mapping[str, Any], others: int) -> Go
     return GoOn("what it had taken is dealt to the others")
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a supervisor knows of the run when somebody ends."""
+
+    num_workers: int = 1
+    training: bool = False
+    """The first batch was given out: before that there is no place to come back to."""
+    stopping: bool = False
+    """Somebody asked the run to stop."""
+    spoke: bool = False
+    """Its script said why it ended: an exception of its own."""
+    in_a_row: int = 1
+    """How often it ended since the run last made a step, this time included."""
+
+
+UNKNOWN = Known()
+
+
 def after_end(
-    who: Who, code: int, incarnation: int, strategy: Mapping[str, Any], num_servers: int = 0
+    who: Who,
+    code: int,
+    incarnation: int,
+    strategy: Mapping[str, Any],
+    num_servers: int = 0,
+    known: Known = UNKNOWN,
 ) -> Again | GiveUp:
     """A worker or server of the run ended with `code` and nobody had asked it to; `incarnation` counts how often it was
-    started again before, `strategy` are the run's fields. Asked on its host and on the first: both must decide alike.
+    started again before, `strategy` are the run's fields. Asked on its host and on the first, where both decide alike; if they ever
+    do not, the run ends.
 
-    A server of which another one holds a copy is started again, to hold the copy of that one's; what else dies has taken what it held along.
+    A server of which another one holds a copy is started again, to hold the copy of that one's; a worker, where the others know what it
+    knew. What else dies has taken what it held along.
     """
+    if who.role == WORKER:
+        return worker(who, code, incarnation, strategy, known)
     if who.role == SERVER and code > 128 and Strategy(**strategy).copies(num_servers):
         return Again(incarnation + 1, "another server has a copy of what it held")
     return GiveUp(f"{who} ended (exit code {code}), and nothing has a copy of what it held")
+
+
+def worker(
+    who: Who, code: int, incarnation: int, strategy: Mapping[str, Any], known: Known
+) -> Again | GiveUp:
+    """A worker that was killed; one whose script raised would only raise again."""
+    if known.spoke or not 128 < code < 193:
+        return GiveUp(f"{who} ended by itself (exit code {code})")
+    why_not = again.why_not(strategy, known.num_workers - 1)
+    if why_not:
+        return GiveUp(f"{who} was killed: {why_not}")
+    if known.stopping or not known.training:
+        when = "while the run was stopping" if known.stopping else "before the first batch"
+        return GiveUp(f"{who} was killed {when}")
+    if known.in_a_row > MAX_RESTARTS:
+        return GiveUp(f"{who} was killed {known.in_a_row} times without a step in between")
+    return Again(incarnation + 1, "the others have its state, and the servers its parameters")
 
 
 def coordinator(ends: Sequence[float], incarnation: int) -> Again | GiveUp:
@@ -70,3 +117,11 @@ def coordinator(ends: Sequence[float], incarnation: int) -> Again | GiveUp:
     if in_a_row > MAX_RESTARTS:
         return GiveUp("the coordinator ended again and again")
     return Again(incarnation + 1, "its journal has all it knew")
+
+
+def words(who: Who, where: str, code: int, step: int) -> list[str]:
+    """For people: it is started again."""
+    waits = "; the others wait for it" if who.role == WORKER else ""
+    return fold(
+        f"{who}{where} was killed (signal {code - 128}) after step {step} and is started again{waits}"
+    )

@@ -249,17 +249,17 @@ class Supervisor:
     def _note_end(self, who: Who, end: Exit) -> None:
         """A worker or server is over, here or elsewhere: the beginning of the end, unless it is started again."""
         self.ends.put(who, end)
-        if end.ours or not end.failed or self.preempting.in_order(end):
+        if end.ours or not end.failed or self.preempting.in_order(end) or self.failing_since is not None:
             return
-        if self.display.progress.step and (words := self.ends.without(who, self.plan.num_workers)):
-            self.display.say(*fold(words))
+        if self.display.progress.step and self.ends.without(who, self.plan.num_workers, self.display.say):
             return
-        before = self.folder.processes[who].incarnation
-        follows = restart.after_end(who, end.code, before, self.ends.strategy, self.plan.num_servers)
+        before, stopping = self.folder.processes[who].incarnation, self.preempting.begun
+        numbers = self.plan.num_workers, self.plan.num_servers
+        follows = self.ends.follows(who, end, before, numbers, stopping)
         if isinstance(follows, restart.GiveUp):
             self._first_failure()
             return
-        self.ends.forget(who)
+        self.display.say(*restart.words(who, self.crew.on_host(who), end.code, self.ends.step))
         if self.plan.is_here(who):
             self._spawn(self.plan.role(who, follows.incarnation))
 

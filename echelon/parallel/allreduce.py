@@ -377,8 +377,7 @@ class AllReduceSync:
     def drain(self) -> None:
         pass
 
-    def fresh(self) -> None:
-        pass
+    fresh = drain
 
     def lost(self) -> Outcome:
         return merge(self.outcomes)
@@ -396,3 +395,6 @@ class AllReduceSync:
             slot.pending = slot.sealed = slot.late = slot.param.grad = None
         self.open = self.banked = False
         self._reset()
+
+    def renew(self) -> None:
+        self.build(self.active)

@@ -35,6 +35,9 @@ class Share:
     number: int = 0
     """Of the micro-step, since the start: the same on every rank that is in the same place."""
 
+    count: int = 1
+    """Samples of this micro-step that are this rank's."""
+
     closing: float = 1.0
     """Multiplies what the group holds when it meets: 1 / tokens where the normaliser is known only then."""
 
@@ -132,6 +135,10 @@ class GradSync(Protocol):
         """Parameters may have been frozen or thawed since; called between steps."""
         ...
 
+    def renew(self) -> None:
+        """The group is another one since: what lost operations may still write to is used no more. Only after forget()."""
+        ...
+
 
 class Applying(GradSync, Protocol):
     """A GradSync whose optimizer runs elsewhere (`applies_here` is False). Every rank calls the same in the same order."""
@@ -149,6 +156,10 @@ class Applying(GradSync, Protocol):
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         """The step of the optimizer of this number. Parameters have their new values when it gives Met."""
+        ...
+
+    def rejoin(self, brings: bool) -> None:
+        """In a new term on the servers: parameters here are those after the last commit. One worker brings them there."""
         ...
 
     def state(self, optimizer: int, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -78,6 +78,7 @@ class Loop:
         machine, trail, saved, whole = self.feed.machine, self.feed.trail, self.saved, False
         if saved is not None and saved.done and not self._runs_again(saved):
             self.open = False
+            machine.loop_over(self)
             self.mark.value = saved.value
             trail.leave(self.mark)
             trail.arrived_at(saved)
@@ -339,6 +340,8 @@ class Feed(TakesPieces):
         total = 0
         for loop in self.loops:
             again, loop.uncommitted = loop.uncommitted, []
+            for part in again:
+                self.ledger.unplan(part)
             loop.position, loop.group = loop.committed, []
             total += len(again)
             if loop.open:

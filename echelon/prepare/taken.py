@@ -41,7 +41,7 @@ class TakesPieces:
     def drop(self) -> None:
         for loop in self.loops:
             for part in loop.uncommitted:
-                self.ledger.drop(part)
+                self.ledger.unplan(part)
             loop.uncommitted = []
 
     def held(self) -> list[list[int]]:

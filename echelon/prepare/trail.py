@@ -137,6 +137,9 @@ class Trail:
         if level is not None and [m.kind for m in level[len(self._body) :][:1]] != [kind]:
             return None
         found = self._expected(kind)
+        if found is not None and not found.done:
+            self._arrived()  # the run was left at this very moment: it has not come yet
+            found = None
         mark = Mark(kind, done=True, optional=True)
         self._body.append(mark)
         if found is None:

@@ -39,7 +39,7 @@ class Values:
 
     def global_loss(self, loss: Any) -> Any:
         """A part's loss -> the loss over the global batch (mean by samples, or the sum)."""
-        if not isinstance(loss, Tensor) or self.machine.strategy.dealt:
+        if not isinstance(loss, Tensor) or self.machine.strategy.alone:
             return loss  # a worker's own batch is a whole one
         op: ReduceOp = "sum" if self.machine.strategy.loss == "sum" else "mean"
         return self.exchange.reduce(loss, op, self.samples())

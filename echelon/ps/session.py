@@ -203,7 +203,7 @@ class Training:
         if at[0] not in self.copies.leading:
             raise PeerLost(f"server {self.copies.rank} does not serve shard {at[0]}")
         with self._lock:
-            if self.together.lost is not None:
+            if self.together.lost is not None and at not in self.copies.held:
                 raise self.together.lost
             waiting = [(request, spec)]
             if request.peer.rank == 0 and at not in self.copies.held:

@@ -20,6 +20,7 @@ from echelon.events import (
     ShardServed,
     StepLost,
     Warned,
+    WorkersBack,
 )
 from echelon.show.lines import Line, fold
 from echelon.show.state import Progress, number, rate
@@ -99,6 +100,9 @@ class Display:
                 self.say(*fold(line))
         elif isinstance(event, CheckpointFailed):
             self._warn(failed_text(event), None)
+        elif isinstance(event, WorkersBack):
+            who = f"worker{'s' * (len(event.ranks) != 1)} {', '.join(map(str, event.ranks))}"
+            self.say(*fold(f"{who} back at step {event.step}, {event.pause_s:.1f} s after the loss"))
         elif isinstance(event, StepLost) and self._new(f"lost {event.step} {event.reason}"):
             again = f"{event.batches} batch{'es' * (event.batches != 1)} run again"
             self.say(*fold(f"step {event.step} did not meet ({event.reason}): nothing was applied, {again}"))

@@ -48,6 +48,7 @@ def status(folder: RunDir) -> dict[str, Any]:
     servers: dict[int, dict[str, Any]] = {}
     metrics: dict[str, float] = dict(record.get("metrics") or {})
     failures = []
+    pauses = []
     for event in _events(folder.events):
         if event.get("event") == "Beat" and event.get("rank") is not None:
             steps[event["rank"]] = event
@@ -57,6 +58,8 @@ def status(folder: RunDir) -> dict[str, Any]:
             steps.setdefault(event["rank"], {})["step"] = event["step"]
         elif event.get("event") == "Metric" and "ended" not in record:
             metrics |= event["values"]
+        elif event.get("event") == "WorkersBack":
+            pauses.append(float(event["pause_s"]))
         elif event.get("event") == "Failed":
             told = {key: event[key] for key in ("rank", "host", "step", "code", "error", "consequence")}
             failures.append({"role": event.get("role", "worker"), **told})
@@ -66,7 +69,7 @@ def status(folder: RunDir) -> dict[str, Any]:
         processes.append({
             "role": process.role, "rank": process.rank, "host": process.host, "pid": process.pid,
             "alive": process.alive, "code": process.code, "step": beat.get("step"), "doing": beat.get("doing") or "",
-            "peak_rss_bytes": beat.get("peak_rss_bytes", 0),
+            "peak_rss_bytes": beat.get("peak_rss_bytes", 0), "incarnation": process.incarnation,
         })  # fmt: skip
     known = (
         "name",
@@ -83,7 +86,7 @@ def status(folder: RunDir) -> dict[str, Any]:
     )
     return {key: record[key] for key in known if key in record} | {
         "state": state_of(folder), "run_dir": str(folder.path), "metrics": metrics, "processes": processes,
-        "failures": failures,
+        "failures": failures, "pauses_s": pauses,
     }  # fmt: skip
 
 
@@ -116,7 +119,12 @@ def status_lines(report: dict[str, Any]) -> list[str]:
         served = process["role"] == "server" and not process["step"]
         step = f", step {process['step']}" if process["step"] is not None and not served else ""
         doing = f", {process['doing']}" if process["doing"] and process["alive"] else ""
-        lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}")
+        times = process["incarnation"]
+        again = f", started again {times} time{'s' * (times != 1)}" if times else ""
+        lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}{again}")
+    if report["pauses_s"]:
+        stood = f"{sum(report['pauses_s']):.1f} s in all, {max(report['pauses_s']):.1f} s at most"
+        lines.append(f"  stood still for workers that were started again: {stood}")
     lines += [f"  {f['role']} {f['rank']} failed at step {f['step']}: {f['error']}"
               for f in report["failures"] if not f["consequence"]]  # fmt: skip
     return lines

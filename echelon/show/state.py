@@ -6,7 +6,18 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from echelon.control.roster import SERVER, WORKER, Who
-from echelon.events import Beat, Event, Failed, Left, Logged, Metric, PhaseChanged, Serving
+from echelon.events import (
+    Beat,
+    Event,
+    Failed,
+    Left,
+    Logged,
+    Metric,
+    PhaseChanged,
+    ProcessStarted,
+    Serving,
+    WorkersBack,
+)
 
 RECENT_S = 10.0
 PARTS = ("data", "forward", "backward", "waiting")
@@ -60,12 +71,21 @@ class Progress:
     left: dict[int, int] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     phase: str = ""
+    restarts: int = 0
+    """How often workers were started again."""
+    paused_s: float = 0.0
+    """How long the run stood still for them."""
+    earlier_samples: int = 0
+    """Of workers that were killed."""
     _recent: deque[tuple[float, int, Split]] = field(default_factory=deque)
 
     def take(self, event: Event, now: float) -> None:
         """Learns from an event that came at `now` (any steady clock); kinds that say nothing here are ignored."""
         rank = event.rank or 0
         if isinstance(event, Beat):
+            before = self.beats.get(rank)
+            if before is not None and event.samples < before.samples:  # a successor counts from 0
+                self.earlier_samples += before.samples
             self.beats[rank] = event
             self.step, self.epoch = max(self.step, event.step), max(self.epoch, event.epoch)
             if self.samples == 0:
@@ -76,6 +96,10 @@ class Progress:
         elif isinstance(event, Metric) or (isinstance(event, Logged) and self.num_workers == 1):
             self.metrics |= event.values
             self.step = max(self.step, event.step)
+        elif isinstance(event, WorkersBack):
+            self.paused_s += event.pause_s
+        elif isinstance(event, ProcessStarted):
+            self.restarts += event.role == WORKER and event.incarnation > 0
         elif isinstance(event, Left):
             self.left[rank] = event.step
             self.step = max(self.step, event.step)
@@ -94,7 +118,7 @@ class Progress:
 
     @property
     def samples(self) -> int:
-        return sum(beat.samples for beat in self.beats.values())
+        return self.earlier_samples + sum(beat.samples for beat in self.beats.values())
 
     @property
     def split(self) -> Split:

@@ -27,6 +27,7 @@ def summary(
         lines += fold(f"  {_last(progress)}")
     if progress.step:
         lines += [f"  {line}" for line in [*table(progress, memory), *_traffic(progress)]]
+    lines += restarts(progress)
     if servers:
         lines += fold(
             "  " + " · ".join(_server(progress.servers.get(r), r, servers[r]) for r in sorted(servers))
@@ -66,6 +67,16 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
     if len(ranks) > MAX_RANKS:
         lines.append(f"… and {len(ranks) - MAX_RANKS} more workers: echelon status shows them")
     return lines
+
+
+def restarts(progress: Progress) -> list[str]:
+    """How often workers were started again; nothing to say if none was."""
+    if not progress.restarts:
+        return []
+    were = "workers were" if progress.restarts > 1 else "worker was"
+    return [
+        f"  {progress.restarts} {were} started again; the run stood still for {duration(progress.paused_s)}"
+    ]
 
 
 def _traffic(progress: Progress) -> list[str]:
