@@ -129,8 +129,9 @@ def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.case("a server's seat is its own")
 def test_servers_start_serve_and_leave_with_the_run(start_run, tmp_path):
     before = segments()
-    running = start_run(UP, "2", options=PS)
+    running = start_run(UP, "6", options=PS)
     up(running)
+    running.until(lambda: (running.run_dir / "journal.jsonl").read_text().count("ps/server/") >= 2, 60)
     for rank in range(2):
         pid = running.pid("server", rank)
         line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
