@@ -124,6 +124,10 @@ class inside:
         _labels[self._thread] = self._before
 
 
+coming = inside(COMING)
+"""Entered where such a worker begins, left where it has arrived."""
+
+
 def named(label: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """The function runs inside `label`."""
 

@@ -28,6 +28,11 @@ def step(machine: Machine, optimizer: Stepping) -> None:
         return
     optimizer.optimizer.state.clear()  # what a checkpoint fetched is of an earlier step now
     machine.count(optimizer)
+    made = max(sync.made for sync in optimizer.elsewhere)
+    machine.counters.global_step += made - 1
+    if made == 0:  # its part waits for others
+        optimizer.stepped = False
+        optimizer.applied -= 1
     for update in machine.after_apply:
         update(optimizer)
 
@@ -36,7 +41,8 @@ def clip_norm(machine: Machine, params: Iterable[Tensor], max_norm: float) -> Te
     """Clips the global gradient's norm, wherever it is; gives the norm before."""
     params = list(params)
     ids = {id(p) for p in params}
-    if machine.strategy.update == "bounded" and max_norm == machine.strategy.clip_norm:
+    server_clips = machine.strategy.dealt or machine.strategy.update == "bounded"
+    if server_clips and max_norm == machine.strategy.clip_norm:
         return torch.tensor(math.nan)  # the server clips
     there = [t for sync in machine.syncs if sync.holds(ids) and (t := applying(sync)) is not None]
     if not there:

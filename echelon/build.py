@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from echelon import coding
+from echelon import coding, demands
+from echelon.apart import Apart
 from echelon.comm.codecs.plan import pays
 from echelon.comm.group import Group
 from echelon.comm.pick import Groups, backend_for, device_for
@@ -21,6 +22,7 @@ from echelon.errors import StrategyError
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
+from echelon.parallel.first import FirstSync, Need
 from echelon.parallel.pushpull import PushSync
 from echelon.parallel.rounds import Around, LocalSync, Rounds
 from echelon.parallel.stale import FreeSync, StaleSync
@@ -51,16 +53,23 @@ class World:
     """The parameter servers of this run."""
     worker_hosts: tuple[str, ...] = ()
 
-    def close(self) -> None:
-        self.groups.close()
+    def pretend(self, so: bool) -> None:
+        """Nothing counts, and nobody is asked for anything: until pretend(False)."""
+        self.groups.pretend(so)
         if self.servers is not None:
-            self.servers.close()
+            self.servers.pretend(so)
+
+    def close(self) -> None:
+        if self.servers is not None:
+            self.servers.close()  # first: whoever meets there need not wait for a worker that came to its end
+        self.groups.close()
 
 
 def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     """Joins the other ranks; blocks until all are there. A worker that was started again has not met them yet: see rejoin.py."""
     require_built(strategy)
     require_whole(strategy)
+    demands.workers(strategy, place.world_size)
     device = device_for(place.local_rank)
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
@@ -90,15 +99,22 @@ def grad_sync(
     }
     if rounds is not None:
         return LocalSync(params, world.device, rounds, **sizes)
-    if world.servers is not None and strategy.update in ("bounded", "async"):
+    if world.servers is not None and (strategy.dealt or strategy.update == "bounded"):
         if strategy.clip_norm and len(world.servers) > 1:
             raise StrategyError(
-                f"clip_norm with update={strategy.update} and {len(world.servers)} servers: each would know only its part of the norm",
+                f"clip_norm with workers that are not at one place and {len(world.servers)} servers: each would know only its part of the norm",
                 remedy="Use --servers 1, or update=sync.",
             )
-        kind = FreeSync if strategy.update == "async" else StaleSync
+        if strategy.update == "sync":
+            need = Need(strategy.backup, strategy.aggregate, strategy.loss == "mean")
+            model = world.servers.new_model()
+            return FirstSync(params, group, world.servers, model, need, strategy.clip_norm, **sizes)
         limits = (strategy.staleness, strategy.clip_norm)
-        return kind(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+        if strategy.update == "bounded":
+            return StaleSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+        free = FreeSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+        free.compensation, free.divided = strategy.compensation, strategy.stale_lr == "divided"
+        return free
     if world.servers is not None and strategy.apply == "server":
         return PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
     wire: Wire = PlainWire(group)
@@ -109,6 +125,13 @@ def grad_sync(
         share = servers_share(*hosts) if strategy.servers_share < 0 else Fraction(strategy.servers_share)
         wire = SumWire(group, world.servers, world.servers.new_model(), share)
     return AllReduceSync(params, group, wire=wire, **sizes)
+
+
+def apart(strategy: Strategy, world: World) -> Apart | None:
+    """How workers go on without waiting for each other; None where they are at one place."""
+    if not strategy.dealt or world.servers is None:
+        return None
+    return Apart(world.servers, world.rank, world.size, tells=strategy.update == "async")
 
 
 def rounds(strategy: Strategy, world: World, machine: Machine) -> Rounds | None:
@@ -127,7 +150,11 @@ def rounds(strategy: Strategy, world: World, machine: Machine) -> Rounds | None:
 
 def cut(strategy: Strategy, world: World) -> Cut:
     """How this strategy cuts batches."""
-    if strategy.alone:
+    if strategy.dealt and world.servers is not None:
+        whole = strategy.update == "async" or strategy.batch == "per-worker"
+        pieces = 1 if whole else strategy.aggregate or max(1, world.size - strategy.backup)
+        return Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches, pieces=pieces)
+    if strategy.update == "local":
         alone = Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches)
         return replace(alone, first=world.rank, every=world.size)
     return Cut(

@@ -106,6 +106,9 @@ class Serving(Sign):
     bytes_out: int = 0
     stale: list[int] = field(default_factory=list)
     """By how many updates parts were behind: p50, p99, max. Empty where none can be."""
+    dropped: int = 0
+    returned: int = 0
+    """Parts that came too late for their step (backup), and pieces that came back from workers that are gone."""
 
 
 @dataclass(frozen=True, kw_only=True)

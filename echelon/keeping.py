@@ -30,7 +30,7 @@ from echelon.events import Resumed, Sink, Warned
 from echelon.prepare.trail import Mark, Trail
 from echelon.prepared import Prepared
 from echelon.strategy import Strategy
-from echelon.whole import Source, Whole
+from echelon.whole import Source, Whole, gather
 
 CLOSE_S = 600.0
 
@@ -124,11 +124,14 @@ class Keeping:
 
     @property
     def saver(self) -> Saver:
+        rank, size = self.prepared.seat
+        if self._saver is not None and (self._saver.rank, self._saver.size) != (rank, size):
+            self._saver.finish(Deadline.after(CLOSE_S))
+            self._saver = None
         if self._saver is None:
-            rank, size = self.world.rank, self.world.size
             meeting = alone()
             if self.member is not None:
-                term = self.world.groups.term
+                term = self.prepared.term or self.world.groups.term
                 name = (
                     None if term is None else "saver"
                 )  # all make it anew in this term, some for the first time
@@ -197,9 +200,8 @@ class Keeping:
                 for loader in self.machine.loaders:
                     loader.mark()
             self.trail.leave_at(mark)
-            objects = self.whole.objects()  # loops note their places
-            objects["trail"] = self.trail.saved()
-            self.last = self.saver.save(step, self.whole.holdings(), objects, self._about(), since)
+            objects, holdings = gather(self.prepared, self.whole, self.trail)
+            self.last = self.saver.save(step, holdings, objects, self._about(), since)
         for asked in self.asked:
             asked.checkpoint = self.last
         self.asked = []
@@ -229,7 +231,7 @@ class Keeping:
         return {
             "run": self.place.run,
             "strategy": str(self.strategy),
-            "workers": self.world.size,
+            "workers": self.prepared.seat[1],
             "epoch": counters.epoch,
             "torch": torch.__version__,
         }
@@ -257,6 +259,8 @@ class Keeping:
     def leave(self, mark: Mark) -> None:
         """Saves, waits until it is complete, and ends this process with 75."""
         grace_s = float(self.description.get("grace_s", 30.0))
+        for loader in self.machine.loaders:
+            loader.leave()
         self._save(mark).wait(Deadline.after(grace_s))
         self.saver.finish(Deadline.after(grace_s))
         raise Preempted(PREEMPTED)

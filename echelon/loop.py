@@ -32,6 +32,22 @@ class Rewindable(Protocol):
         """Yields again what was not; returns how many parts that is."""
         ...
 
+    def samples(self) -> int:
+        """Of what was yielded since the last commit."""
+        ...
+
+    def drop(self) -> None:
+        """What was yielded since the last commit counts for nothing: others will have it."""
+        ...
+
+    def leave(self) -> None:
+        """The run stops here: gives back what was taken and not used."""
+        ...
+
+    def held(self) -> list[list[int]]:
+        """Pieces that were yielded since the last commit, where workers take them by themselves."""
+        ...
+
     @property
     def owing(self) -> bool:
         """Parts that were lost after their loop had ended are still to come."""

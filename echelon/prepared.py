@@ -11,12 +11,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from echelon import build, facts
-from echelon.errors import UsageError
+from echelon.apart import Apart
+from echelon.errors import StrategyError, UsageError
 from echelon.loop import Stepping
 from echelon.mesh.layout import Stateful
 from echelon.parallel import norm, rounds
 from echelon.parallel.average import Average
 from echelon.parallel.coded import CodedWire
+from echelon.parallel.first import FirstSync
+from echelon.parallel.stale import FreeSync
 from echelon.prepare import model as models
 from echelon.prepare.keep import Buffers, Hyper, Tensors, Tracked
 from echelon.prepare.loader import Feed, feed_of, prepare_loader
@@ -40,9 +43,12 @@ class Prepared:
         norms: norm.NormSync,
         trail: Trail,
         warn: Callable[[str], None],
+        apart: Apart | None,
         mean: Callable[[float], float],
     ) -> None:
         self.strategy, self.world, self.machine, self.norms = strategy, world, machine, norms
+        self.apart = apart
+        """Where workers are not at one place; None where they are."""
         self.trail, self.warn, self.mean = trail, warn, mean
         self.models: list[nn.Module] = []
         self.feeds: list[Feed] = []
@@ -130,12 +136,35 @@ class Prepared:
         sync.on_uneven = self._uneven
         sync.stop_wanted = lambda: self.stop_wanted()
         sync.saves = lambda: self.saves
+        if isinstance(sync, FreeSync):
+            sync.pieces = self._held
+        if isinstance(sync, FirstSync):
+            self._one_model()
+            sync.count = self._samples
+            sync.on_dropped = self._dropped
         self._owned |= {id(p) for _, p, _ in params}
         self.machine.syncs.append(sync)
         if isinstance(sync.wire, CodedWire):
             self.machine.keepers.append(sync.wire)
         self._link()
         return sync
+
+    def _one_model(self) -> None:
+        if self.machine.syncs:
+            raise StrategyError(
+                "with backup or aggregate one model is trained: the samples of a late part are dealt again for it",
+                remedy="Put both into one module with one optimizer, or use update=sync or async.",
+            )
+
+    def _samples(self) -> int:
+        return sum(loader.samples() for loader in self.machine.loaders) or 1
+
+    def _dropped(self) -> None:
+        for loader in self.machine.loaders:
+            loader.drop()
+
+    def _held(self) -> list[list[int]]:
+        return [held for loader in self.machine.loaders for held in loader.held()]
 
     def _applied(self, optimizer: Stepping) -> None:
         for sync in optimizer.syncs if self.strategy.compress != "none" else ():
@@ -205,7 +234,18 @@ class Prepared:
     def feed(self, loader: DataLoader[Any], trains: bool) -> Feed:
         cut = build.cut(self.strategy, self.world)
         seed, side, device = self.strategy.seed, self.world.side, self.world.device
-        return Feed(loader, cut, seed, side, device, self.machine, self.trail, trains)
+        deal = self.apart.feed() if self.apart is not None else None
+        return Feed(loader, cut, seed, side, device, self.machine, self.trail, trains, deal)
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This worker's place among those that save together, and how many they are."""
+        return self.apart.seat if self.apart is not None else (self.world.rank, self.world.size)
+
+    @property
+    def term(self) -> int | None:
+        """In which those met last, where some may be gone."""
+        return self.apart.term if self.apart is not None else None
 
     def track(self, obj: Any) -> Any:
         if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):

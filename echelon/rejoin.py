@@ -42,7 +42,7 @@ from echelon.prepare.trail import Mark
 SEATED_S = 60.0
 """How long the others wait for whoever was killed to sit there again; its script may take longer to come to their place."""
 
-NEWS_S = 3.0
+NEWS_S = 10.0
 """How long after a loss the coordinator may take to hear whose it was."""
 
 READY_S = 1800.0
@@ -67,9 +67,9 @@ class Rejoin:
         self.known = (0,) * self.world.size
         """Whom this worker acts with: incarnations by rank."""
         self.tried = 0
+        self._stepped = self.known
+        """Whom it made its last step with; () when it has made none."""
         self._lost_at = 0.0
-        self._back: list[int] = []
-        self._on_the_way = activity.inside(activity.COMING)
         self.machine.after_loss = self._after_loss
         self.machine.regroup = self._regroup_in_step
         self.machine.before_replay = self._go_on
@@ -84,7 +84,7 @@ class Rejoin:
         return isinstance(self._judge(lost, why_not, step), policy.Regroup)
 
     def _judge(self, lost: Lost, why_not: str, step: int, what: str = "") -> policy.Replay | policy.Regroup:
-        seats = self.member.roster() if self.member is not None and lost.peers else {}
+        seats = self._seats() if self.member is not None and lost.peers else {}
         found = policy.after_loss(lost.peers, lost.reason, seats, self.world.rank, step, why_not, what)
         if isinstance(found, policy.Stop):
             raise found.error
@@ -132,7 +132,7 @@ class Rejoin:
         loop = self._loop()
         assert loop is not None
         self._meet(loop.mark)
-        self.world.groups.pretend(True)  # what the script still does in this iteration counts for nothing
+        self.world.pretend(True)  # what the script still does in this iteration counts for nothing
 
     def call(self, live: Callable[[], T], mark: Mark | None = None) -> T:
         """`live()`, in which all workers take part outside of a step. If one is lost in it, its successor comes to this very call (at
@@ -173,36 +173,40 @@ class Rejoin:
 
     def _go_on(self) -> None:
         """The lost iteration is over, and its batches come again."""
-        self.world.groups.pretend(False)
+        self.world.pretend(False)
         self.keeping.asked, self.keeping.prepared.saves = [], 0
 
     def _tell(self) -> None:
-        """The first step of a new term."""
-        if self._back:
+        """After every step: the first of a new term is told by the lowest rank that was there before."""
+        if self._stepped == self.known:
+            return
+        pairs = list(zip(self._stepped, self.known, strict=False))
+        back = [rank for rank, (before, now) in enumerate(pairs) if before != now]
+        if next((rank for rank in range(len(pairs)) if rank not in back), None) == self.world.rank:
             pause_s, step = time.monotonic() - self._lost_at, self.machine.counters.global_step
-            self.keeping.emit(WorkersBack(rank=self.world.rank, ranks=self._back, step=step, pause_s=pause_s))
-        self._back, self._lost_at = [], 0.0
+            self.keeping.emit(WorkersBack(rank=self.world.rank, ranks=back, step=step, pause_s=pause_s))
+        self._stepped, self._lost_at = self.known, 0.0
 
     # -- the newcomer --------------------------------------------------------------------------------------------
 
     def come_back(self) -> Handed:
         """This worker was started again: gets the run's state. Its script has to find its way from the top."""
-        self._on_the_way.__enter__()
-        self.known = ()
+        self.known = self._stepped = ()
         handed = self._together(None)
         assert handed is not None
+        self.world.pretend(True)
         return handed
 
     def _arrived(self) -> None:
         """The script is where the others are, and everything is as they have it."""
+        self.world.pretend(False)
         for sync in self.machine.syncs:
             sync.renew()
             there = applying(sync)
             if there is not None:
                 there.rejoin(brings=False)
         self._even()
-        self.world.groups.pretend(False)
-        self._on_the_way.__exit__()
+        activity.coming.__exit__()
 
     # -- everybody -----------------------------------------------------------------------------------------------
 
@@ -289,7 +293,6 @@ class Rejoin:
         # handed
         handed = None
         if rank == giver and mark is not None:
-            self._back = needy
             whole = self.keeping.handed(mark)
             for peer in needy:
                 _over(group.send(torch.tensor([len(whole)]), peer, TAG))

@@ -169,6 +169,8 @@ def work(script: Sequence[str], ending: Ending) -> NoReturn:
     """Runs the script to its end and says how it ended. atexit handlers run after that, as in plain python."""
     from echelon.failure import exit_code
 
+    if ending.joining.place.incarnation:
+        activity.coming.__enter__()
     code = 0
     try:
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import away, build, facts
+from echelon.apart import TOGETHER_S, all_here
 from echelon.clock import Deadline
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Lost, Outcome
@@ -41,8 +42,6 @@ from echelon.rejoin import Rejoin
 from echelon.step import Machine
 from echelon.strategy import Strategy
 
-TOGETHER_S = 1800.0
-
 
 class Run:
     """One run, seen from one worker. Made by `echelon.init`; every rank calls the same things in the same order."""
@@ -61,7 +60,9 @@ class Run:
         self.world = world or build.world(place, strategy, member)
         self.machine = Machine(strategy, self.rank, self.world_size, emit)
         self.machine.warn = self._warn
-        self.exchange = Exchange(self.world.side, self._side_lost)
+        apart = build.apart(strategy, self.world)
+        side = apart.group if apart is not None else self.world.side
+        self.exchange = Exchange(side, self._side_lost)
         self.values = Values(self.machine, self.exchange)
         self.norms = norm.NormSync(self.world.side, lambda: self.machine.share, self._side_lost)
         self.log_book = Log(self.machine, emit, own_beat=member is None)
@@ -73,6 +74,7 @@ class Run:
             self.norms,
             self.trail,
             self._warn,
+            apart,
             lambda x: float(self.values.reduce(x, "mean", self.device)),
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
@@ -86,7 +88,10 @@ class Run:
         self.machine.global_loss = self.values.global_loss  # type: ignore[method-assign]
         self.machine.at_first_begin.append(self._first_batch)
         if strategy.alone:
-            self.machine.all_here = self._all_here
+            self.machine.all_here = lambda: all_here(self)
+        if apart is not None:
+            barrier = apart.group.barrier
+            self.machine.all_saved = lambda: self._side_lost(barrier().wait(Deadline.after(TOGETHER_S)))
         if self.prepared.rounds is not None:
             self.machine.loop_over, self.machine.at_bare_step = self._loop_over, self._bare_step
         if strategy.strict:
@@ -259,7 +264,14 @@ class Run:
         return dict(result)
 
     def _evaluate(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
-        self.machine.drain(all_here=True)
+        while True:
+            self.machine.drain(all_here=True)
+            seat = self.prepared.seat
+            found = self._evaluate_once(model, loader, fn)
+            if self.prepared.seat == seat:  # else a worker is gone, and its part with it: once more
+                return found
+
+    def _evaluate_once(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
         feed = feed_of(loader) or self.prepared.feed(loader, trains=False)
         stop = self.prepared.stop_wanted if self.machine.clean else lambda: False
         average = self.averages.get(id(model))
@@ -337,15 +349,6 @@ class Run:
             average = self.averages.get(id(model))
             if average is not None and any(id(p) in params for p in average.live):
                 average.update()
-
-    def _all_here(self) -> None:
-        """Under async and local every worker counts its own steps: the largest count is the run's once all are at one place."""
-        if self.prepared.rounds is not None:
-            self.prepared.rounds.gather()
-        told = torch.tensor([float(self.global_step), float(self.keeping.stopping)])
-        self._side_lost(self.world.side.all_reduce(told, "max").wait(Deadline.after(TOGETHER_S)))
-        self.machine.counters.global_step = int(told[0])
-        self.machine.gathered, self.machine.leaving = True, bool(told[1])
 
     def _loop_over(self, loop: Yielding) -> None:
         """Under local all copies are the same after a loop that is in no other; who left it in its middle is waited for at the next such

@@ -46,6 +46,8 @@ class Machine:
         self.all_here: Callable[[], None] = lambda: None
         self.loop_over: Callable[[Yielding], None] = lambda loop: self.drain()
         """Waits for all workers, where they are not at one place by themselves (async, local); called when a loop is over."""
+        self.all_saved: Callable[[], None] = lambda: None
+        """Waits until all workers have what they save: nobody changes it before."""
         self.gathered = self.leaving = False
         """That happened, and nothing since; some worker is there because the run is to stop."""
         self.share = self.alone

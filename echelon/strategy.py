@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from echelon import coding, copying
+from echelon import coding, copying, demands
 from echelon.errors import StrategyError
 from echelon.spelling import from_text, spell, unknown
 from echelon.spelling import need as _need
@@ -100,6 +100,15 @@ class Strategy:
     backup: int = 0
     """With ps: workers whose late parts of a step are not waited for."""
 
+    aggregate: int = 0
+    """With ps: parts that make an update, also more than there are workers; 0 for one of each worker, less `backup`."""
+
+    compensation: float = 0.0
+    """With update=async: λ of delay compensation; a late gradient g becomes g + λ·g·g·(parameters now - parameters then)."""
+
+    stale_lr: Literal["same", "divided"] = "same"
+    """With update=async: the learning rate of a gradient that is n updates late stays the same, or is divided by n."""
+
     local_steps: int = 1
     """With update=local: steps between two meetings."""
 
@@ -174,7 +183,17 @@ class Strategy:
     @property
     def alone(self) -> bool:
         """Every worker takes whole batches of the script's loader by itself, and counts its own steps."""
-        return self.update in ("async", "local")
+        return self.update == "local" or self.dealt
+
+    @property
+    def dealt(self) -> bool:
+        """Workers take pieces of the data as they ask for them, and are not at one place."""
+        return self.form == "ps" and (self.update == "async" or self.backup > 0 or self.aggregate > 0)
+
+    @property
+    def first_parts(self) -> bool:
+        """An update is made of the first parts of a step."""
+        return self.dealt and self.update == "sync"
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their default: what a person set."""
@@ -192,7 +211,7 @@ class Strategy:
     def copies(self, num_servers: int) -> int:
         """How many copies there are of what each server holds."""
         wanted = self.replicas if self.replicas >= 0 else 1
-        return wanted if self.servers_hold and num_servers > 1 else 0
+        return wanted if self.servers_hold and num_servers > 1 and not self.first_parts else 0
 
     def __str__(self) -> str:
         rest = [f"{k}={spell(v)}" for k, v in self.changed().items() if k != "form"]
@@ -321,25 +340,10 @@ def require_whole(strategy: Strategy) -> None:
     )
     for problem in copying.problems(strategy):
         _need(False, *problem)
+    demands.dealt(strategy)
 
 
-def require_servers(strategy: Strategy, num_servers: int) -> None:
-    """Raises StrategyError when ps has no servers, or another form has some. Alone (plain python) nothing meets: do not ask."""
-    _need(
-        strategy.form != "ps" or num_servers > 0,
-        "the strategy ps needs parameter servers, and this run has none",
-        "Say how many: echelon run --workers 4 --servers 1 --strategy ps train.py",
-    )
-    _need(
-        strategy.form == "ps" or num_servers == 0,
-        f"--servers {num_servers} goes with the strategy ps, and this is {strategy.form}",
-        f"Add --strategy ps: echelon run --servers {num_servers} --strategy ps train.py; or leave --servers out.",
-    )
-    _need(
-        strategy.replicas < 1 or num_servers > 1,
-        "replicas=1 needs a second server to hold the copy, and this run has one",
-        "Start it with --servers 2, or leave replicas out.",
-    )
+require_servers = demands.servers
 
 
 def require_built(strategy: Strategy) -> None:
@@ -350,7 +354,7 @@ def require_built(strategy: Strategy) -> None:
     if strategy.tensor != 1 or strategy.pipeline != "1":
         missing.append("the axes tensor and pipeline")
     later = (
-        "data", "backup", "level", "schedule",
+        "data", "level", "schedule",
         "slices", "parts", "spares",
     )  # fmt: skip
     missing += [f"`{name}`" for name in later if name in strategy.changed()]

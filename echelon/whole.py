@@ -22,6 +22,7 @@ from echelon.data import randomness
 from echelon.errors import CheckpointError
 from echelon.mesh.layout import Key, Span
 from echelon.prepare import model as models
+from echelon.prepare.trail import Trail
 from echelon.prepared import Prepared
 
 Source = Saved | Handed
@@ -35,7 +36,6 @@ class Whole:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared, self.machine, self.world = prepared, prepared.machine, prepared.world
-        self._everybody = tuple(range(self.world.size))
         self._places: dict[tuple[str, str], tuple[Key, Span]] = {}
         """Keys and spans of the last checkpoint: the next one's are the same, and gathering it stops the script."""
 
@@ -84,7 +84,7 @@ class Whole:
         names = {id(param): name for name, param in named}
         found = [self._hold(name, "value", param) for name, param in named]
         for model in self.prepared.models:
-            if self.world.rank == 0 or handed:
+            if self.prepared.seat[0] == 0 or handed:
                 buffers = self._buffers(model)
                 found += [self._hold(name, "value", buffer, settled=False) for name, buffer, _ in buffers]
             average = self.prepared.averages.get(id(model))
@@ -122,7 +122,8 @@ class Whole:
         if place is None or place[1].shape != shape:
             place = self._places[name, slot] = (Key(name, slot), Span.whole(shape))
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        return Holding(place[0], tensor, place[1], self._everybody if settled and not own else (0,), settled)
+        everybody = tuple(range(self.prepared.seat[1]))
+        return Holding(place[0], tensor, place[1], everybody if settled and not own else (0,), settled)
 
     def objects(self, handed: bool = False) -> dict[str, Any]:
         """Everything else, as plain data."""
@@ -131,7 +132,7 @@ class Whole:
         names = self._names()
         own_buffers: dict[str, Tensor] = {}
         strategy = self.prepared.strategy
-        if (not strategy.sync_batchnorm or strategy.update == "local") and self.world.rank:
+        if (not strategy.sync_batchnorm or strategy.update == "local") and self.prepared.seat[0]:
             for model in self.prepared.models:
                 own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
         return {
@@ -327,6 +328,18 @@ class Whole:
         if self.world.rank >= saved.world_size or isinstance(saved, Handed):
             seed = self.prepared.strategy.seed
             torch.manual_seed(randomness.mix(seed, self.world.rank, saved.step, "dropout"))
+
+
+def gather(prepared: Prepared, whole: Whole, trail: Trail) -> tuple[dict[str, Any], list[Holding]]:
+    """What this worker saves; where workers are not at one place, nobody goes on before all have it."""
+    while True:
+        seat = prepared.seat
+        objects = whole.objects()  # loops note their places
+        objects["trail"] = trail.saved()
+        holdings = whole.holdings()
+        prepared.machine.all_saved()
+        if prepared.seat == seat:
+            return objects, holdings
 
 
 def _slot(saved: Source, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:

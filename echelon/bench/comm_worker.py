@@ -15,6 +15,7 @@ import torch
 from echelon import start
 from echelon.bench.comm import LIMIT, SEGMENT, Cell, calls_for, cell, rounds_for
 from echelon.clock import Deadline
+from echelon.comm.changing import ChangingGroup
 from echelon.comm.group import Group, Met
 from echelon.comm.over_native import NativeGroup
 from echelon.comm.pick import Groups
@@ -30,7 +31,10 @@ def main(asked: dict[str, Any], out: Path) -> None:
     groups: dict[str, Group] = {}
     for backend in asked["backends"]:
         device = world.device if backend == "nccl" else torch.device("cpu")
-        groups[backend] = Groups(backend, world.rank, world.size, device, run.member).make("bench")
+        made = Groups(backend, world.rank, world.size, device, run.member).make("bench")
+        groups[backend] = (
+            made.inner if isinstance(made, ChangingGroup) else made
+        )  # the group itself is measured
     cells: list[Cell] = []
     for op in asked["ops"]:
         for num_bytes in asked["sizes"] if op != "barrier" else [0]:

@@ -25,8 +25,9 @@ class ChangingGroup:
     ) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.local = False
-        self.pretends = False
-        """Operations are over at once, and mean nothing."""
+        self._pretends = False
+        self._ready: Group | None = None
+        """What operations go to, if nothing has to be asked first: this is on the path of every one."""
         self._make = make
         self._inner: Group | None = None
         self._echo = EchoGroup(rank, size, device)
@@ -36,64 +37,78 @@ class ChangingGroup:
     def inner(self) -> Group:
         """The group of the present term. Blocks, the first time in a term, until all ranks are in it; raises what kept them."""
         if self._inner is None:
-            self._inner = self._make(self.name)
+            self._set(self._make(self.name))
+            assert self._inner is not None
         return self._inner
+
+    @property
+    def pretends(self) -> bool:
+        """Operations are over at once, and mean nothing."""
+        return self._pretends
+
+    @pretends.setter
+    def pretends(self, so: bool) -> None:
+        self._pretends = so
+        self._set(self._inner)
+
+    def _set(self, inner: Group | None) -> None:
+        self._inner = inner
+        self._ready = self._echo if self._pretends else inner
 
     def change(self) -> None:
         """A new term has begun: what is under way is lost, and the next operation is one of the new term."""
-        old, self._inner = self._inner, None
+        old = self._inner
+        self._set(None)
         activity.begun.pop(self.name, None)
         if old is not None:
             old.abort("the workers of this run changed")
             old.close()
             self._old = old  # the core may still write where its last operations were to
 
-    @property
     def _now(self) -> Group:
-        if self.pretends:
-            return self._echo
+        """The group of the present term, made if need be; what kept it from being made is a loss."""
         try:
             return self.inner
         except EchelonError as error:
             lost = Lost(error.peers, error.message)
-            self._inner = EchoGroup(self.rank, self.size, self._echo.device, lost)
-            return self._inner
+            self._set(EchoGroup(self.rank, self.size, self._echo.device, lost))
+            return self.inner
 
     def buffer(self, nbytes: int) -> Tensor:
-        return self._echo.buffer(nbytes) if self._inner is None else self._now.buffer(nbytes)
+        return (self._ready or self._echo).buffer(nbytes)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
-        return self._now.all_reduce(x, op)
+        return (self._ready or self._now()).all_reduce(x, op)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Op = "sum") -> Work:
-        return self._now.reduce_scatter(out, x, op)
+        return (self._ready or self._now()).reduce_scatter(out, x, op)
 
     def reduce(self, x: Tensor, root: int = 0, op: Op = "sum") -> Work:
-        return self._now.reduce(x, root, op)
+        return (self._ready or self._now()).reduce(x, root, op)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._now.all_gather(out, x)
+        return (self._ready or self._now()).all_gather(out, x)
 
     def gather(self, out: Tensor | None, x: Tensor, root: int = 0) -> Work:
-        return self._now.gather(out, x, root)
+        return (self._ready or self._now()).gather(out, x, root)
 
     def scatter(self, out: Tensor, x: Tensor | None, root: int = 0) -> Work:
-        return self._now.scatter(out, x, root)
+        return (self._ready or self._now()).scatter(out, x, root)
 
     def all_to_all(self, out: Tensor, x: Tensor, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
-        return self._now.all_to_all(out, x, out_counts, counts)
+        return (self._ready or self._now()).all_to_all(out, x, out_counts, counts)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Work:
-        return self._now.broadcast(x, root)
+        return (self._ready or self._now()).broadcast(x, root)
 
     def send(self, x: Tensor, peer: int, tag: int = 0) -> Work:
-        return self._now.send(x, peer, tag)
+        return (self._ready or self._now()).send(x, peer, tag)
 
     def recv(self, x: Tensor, peer: int | None, tag: int = 0) -> Receipt:
-        return self._now.recv(x, peer, tag)
+        return (self._ready or self._now()).recv(x, peer, tag)
 
     def barrier(self) -> Work:
-        return self._now.barrier()
+        return (self._ready or self._now()).barrier()
 
     def abort(self, reason: str) -> None:
         if self._inner is not None:

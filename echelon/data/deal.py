@@ -7,10 +7,12 @@ optimizer step. What travels through the loader is a list of Micro, whoever the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+
+G = TypeVar("G")
 
 
 def part(n: int, rank: int, size: int) -> tuple[int, int]:
@@ -61,6 +63,9 @@ class Cut:
     first: int = 0
     every: int = 1
     """Only every n-th of the loader's batches, from this one on, is this worker's: where each takes whole ones by itself."""
+    pieces: int = 0
+    """Workers take pieces of the epoch as they ask for them: each group of batches is cut into so many. 0: batches are cut over
+    the workers."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,130 @@ def _micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, start: int) 
                 batches=num_batches,
             )
         number += len(group)
+
+
+def pieces(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[list[Micro]]:
+    """The epoch as pieces that workers take whole, in the order of their numbers: the micro-steps of each. A group of `accumulate`
+    batches gives up to cut.pieces of them, none of them empty; a piece has a part of each of its batches."""
+    stream, number = iter(batches), 0
+    while group := list(islice(stream, cut.accumulate)):
+        for j in range(cut.pieces):
+            mine = [batch[slice(*part(len(batch), j, cut.pieces))] for batch in group]
+            total = sum(map(len, mine))
+            if not total:
+                continue
+            whole = [ids for batch in mine if batch for (ids,) in _slices([batch], cut)]
+            yield [
+                Micro(epoch, number, at, ids, total, last=at == len(whole) - 1)
+                for at, ids in enumerate(whole)
+            ]
+            number += 1
+
+
+def num_pieces(batches: int, size: int, last: int, cut: Cut) -> int:
+    """How many pieces() gives, of so many batches of `size` samples, the last one of `last`."""
+    groups, rest = divmod(batches, cut.accumulate)
+    whole = min(cut.pieces, size)
+    if rest == 0:
+        groups, rest = groups - 1, cut.accumulate
+    return groups * whole + (whole if rest > 1 else min(cut.pieces, last))
+
+
+@dataclass(frozen=True)
+class Done:
+    """Which pieces of an epoch are done, and how it was cut into them: plain data for checkpoints."""
+
+    accumulate: int = 1
+    pieces: int = 1
+    low: int = 0
+    """All before this one."""
+    above: tuple[int, ...] = ()
+    """And these."""
+
+    def rest(self, batches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+        """What is left, as batches of its own: for whoever cuts in another way."""
+        cut, above = Cut(accumulate=self.accumulate, pieces=self.pieces), set(self.above)
+        for number, micros_ in enumerate(pieces(batches, 0, cut)):
+            if number >= self.low and number not in above:
+                yield [i for micro in micros_ for i in micro.ids]
+
+
+class Deal(Protocol):
+    """How a worker gets its pieces of a loader's epochs, where workers take them as they ask."""
+
+    number: int
+    """Of the loader, the same on every worker."""
+
+    def begin(self, epoch: int, total: int | None, done: Done) -> Takes:
+        """An epoch begins here."""
+        ...
+
+    def states(self) -> dict[int, tuple[int, list[int]]]:
+        """(low, above) of each epoch that somebody began and that is not over."""
+        ...
+
+    def shared(self) -> Cut:
+        """How batches are cut over the workers that are there: in evaluations."""
+        ...
+
+
+class Takes(Protocol):
+    """Where the numbers of this worker's pieces of one epoch come from."""
+
+    low: int
+    """All pieces before this one are done: nobody will get one of them."""
+    over: bool
+    before_wait: Callable[[], None]
+    after_wait: Callable[[], None]
+    """Called before this worker waits for a piece, and when it got one."""
+
+    def take(self, wait: bool) -> int | None:
+        """The next piece; None for none now (without `wait`), or none any more (`over`)."""
+        ...
+
+    def ended(self, total: int) -> None:
+        """There are only so many."""
+        ...
+
+    def done(self, pieces: Sequence[int]) -> None: ...
+    def leave(self) -> None: ...
+    def state(self) -> tuple[int, list[int]]: ...
+
+
+class Picker(Generic[G]):
+    """The groups of an epoch that are this worker's, by the numbers that it takes. Groups that it passed by are kept until nobody can
+    give them back."""
+
+    def __init__(self, groups: Iterator[G], takes: Takes) -> None:
+        self.groups, self.takes = groups, takes
+        self.passed: dict[int, G] = {}
+        self.at = 0
+        self.first = next(self.groups, None)
+        """Of the epoch; it may be anybody's. A sampler draws its order when it is asked for it, on every worker alike."""
+        if self.first is not None:
+            self.passed[0], self.at = self.first, 1
+
+    def pick(self, wait: bool) -> G | None:
+        """The next one; None for none now, or none any more (takes.over)."""
+        while (number := self.takes.take(wait)) is not None:
+            while self.at <= number and (group := next(self.groups, None)) is not None:
+                if self.at >= self.takes.low:
+                    self.passed[self.at] = group
+                self.at += 1
+            if number in self.passed:
+                for old in [n for n in self.passed if n < self.takes.low]:
+                    del self.passed[old]
+                return self.passed[number]
+            if number < self.at:  # all were told that it is done
+                self.takes.done([number])
+                continue
+            self.takes.ended(self.at)
+        if self.takes.over:
+            for (
+                _
+            ) in self.groups:  # generators must be in the same place everywhere when the next epoch begins
+                pass
+        return None
 
 
 def _slices(batch: list[Sequence[Any]], cut: Cut) -> list[list[Sequence[Any]]]:

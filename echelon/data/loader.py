@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,16 @@ from torch.utils.data import (
 
 from echelon.control.terminated import spare_this_process
 from echelon.data import order
-from echelon.data.deal import BEGINNING, Cut, Micro, Position, micros
+from echelon.data.deal import BEGINNING, Cut, Done, Micro, Picker, Position, Takes, micros, num_pieces, pieces
 from echelon.data.randomness import capture, mix, restore, seed_cpu
 from echelon.env import place
 
 END = "<end of epoch>"
+NOTHING = Micro(-1, -1, 0, (), 1, True)
+"""Stands for a batch that was asked for when there was no piece to take."""
+
+Take = Callable[[int, int | None, Done], Takes]
+"""(epoch, how many pieces there are if that is known, which of them are done) -> where this worker's come from."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,30 @@ class Dealer:
         self.queue: deque[Micro] = deque()
         self.sent: deque[Micro | None] = deque()
         self.ended = False
+        self.picker: Picker[list[Micro]] | None = None
 
-    def start(self, plan: Iterator[Micro], again: Sequence[Micro] = ()) -> None:
-        """A new epoch; `again` (left over from the last one) comes first."""
-        self.plan, self.queue, self.ended = plan, deque(again), False
+    def start(
+        self,
+        plan: Iterator[Micro],
+        again: Sequence[Micro] = (),
+        picker: Picker[list[Micro]] | None = None,
+    ) -> None:
+        """A new epoch; `again` (left over from the last one) comes first. With a picker, pieces are taken one by one."""
+        self.plan, self.queue, self.ended, self.picker = plan, deque(again), False, picker
         self.sent.clear()
+
+    def _next(self) -> Micro | None:
+        if not self.queue and self.picker is not None:
+            found = self.picker.pick(wait=all(m is NOTHING for m in self.sent))
+            if found is None and not self.picker.takes.over:
+                return NOTHING
+            self.queue.extend(found or ())
+        return self.queue.popleft() if self.queue else next(self.plan, None)
 
     def rewind(self, again: Sequence[Micro]) -> int:
         """Deals `again` and all that is in flight once more; returns how many parts in flight to drop."""
         flying = list(self.sent)
-        self.queue.extendleft(reversed([*again, *(m for m in flying if m is not None)]))
+        self.queue.extendleft(reversed([*again, *(m for m in flying if m is not None and m is not NOTHING)]))
         self.ended = False
         return len(flying)
 
@@ -67,7 +86,10 @@ class Dealer:
         return self
 
     def __next__(self) -> list[tuple[int, Any]]:
-        micro = self.queue.popleft() if self.queue else next(self.plan, None)
+        micro = self._next()
+        if micro is NOTHING:
+            self.sent.append(micro)
+            return [(-1, END)]
         if micro is None:
             if self.ended:
                 raise StopIteration
@@ -171,6 +193,8 @@ class Place:
 
     position: Position = BEGINNING
     source: Any = None
+    ghost: bool = False
+    """Where workers take pieces: the script was in the body with one that is done. Some batch comes first, which counts for nothing."""
 
 
 START = Place()
@@ -182,10 +206,14 @@ class MapParts:
     copies = False
     rereads = False
 
-    def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int, take: Take | None = None) -> None:
         order.refuse_cut_sampler(loader)
-        self.user, self.cut, self.seed = loader, cut, seed
+        self.user, self.cut, self.seed, self.take = loader, cut, seed, take
         self.dealer = Dealer(cut)
+        self.takes: Takes | None = None
+        """Of the epoch that is open, where workers take pieces."""
+        self.before: tuple[Done, ...] = ()
+        """What was done of it by workers who cut it in other ways."""
         self.drop = 0
         self.drawn_from: list[torch.Tensor] = []
         """States of the script's own generators when the epoch began."""
@@ -205,12 +233,17 @@ class MapParts:
 
     def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = START) -> Iterator[Part]:
         """This rank's parts of one epoch from `place` on, after those of `again`."""
+        source = place.source if isinstance(place.source, dict) else {"generators": place.source or ()}
         generators = order.generators(self.user)
-        for generator, state in zip(generators, place.source or (), strict=False):
+        for generator, state in zip(generators, source["generators"], strict=False):
             generator.set_state(state)
         self.drawn_from = [generator.get_state() for generator in generators]
-        plan = micros(order.batches(self.user, self.seed, epoch), epoch, self.cut, place.position)
-        self.dealer.start(plan, [part.micro for part in again])
+        done = [Done(*record) for record in source.get("done", ())]
+        if self.take is None:
+            plan = micros(self._order(epoch, done), epoch, self.cut, place.position)
+            self.dealer.start(plan, [part.micro for part in again])
+        else:
+            self._deal(epoch, done, place, [part.micro for part in again])
         self.drop = 0
         inner = iter(self.inner)
         while True:
@@ -220,7 +253,10 @@ class MapParts:
                 self.drop -= 1
                 continue
             if micro is None:
+                self.takes = None
                 return
+            if micro is NOTHING:
+                continue
             lo, hi = micro.dealt(self.cut.rank, self.cut.size)
             yield Part(micro, hi - lo, data)
 
@@ -228,9 +264,41 @@ class MapParts:
         """Yields these parts' micro-steps again, before anything else."""
         self.drop = self.dealer.rewind([part.micro for part in again])
 
+    def _order(self, epoch: int, done: Sequence[Done]) -> Iterator[list[Any]]:
+        """The epoch's batches; what workers did who took pieces of it is left out."""
+        self.before = tuple(done)
+        batches = order.batches(self.user, self.seed, epoch)
+        for one in done:
+            batches = one.rest(batches)
+        return batches
+
+    def _deal(self, epoch: int, done: list[Done], place: Place, again: list[Micro]) -> None:
+        """Pieces are taken as this worker asks for them. Whoever was here before may have cut the batches over workers, or into
+        other pieces: then what it left is cut anew."""
+        assert self.take is not None
+        if place.position != BEGINNING:
+            done.append(Done(low=place.position.start))
+        mine = Done(self.cut.accumulate, self.cut.pieces)
+        if done and (done[-1].accumulate, done[-1].pieces) == (mine.accumulate, mine.pieces):
+            mine = done.pop()
+        sizes = order.batch_sizes(self.user)
+        total = num_pieces(*sizes, self.cut) if sizes is not None and not done else None
+        self.takes = self.take(epoch, total, mine)
+        picker = Picker(pieces(self._order(epoch, done), epoch, self.cut), self.takes)
+        ghost = picker.first if place.ghost else None
+        if ghost:
+            again.insert(0, replace(ghost[-1], batch=-1))
+        self.dealer.start(iter(()), again, picker)
+
     def source(self, position: Position) -> Any:
         """What a Place needs to come back to `position` of the epoch that is open."""
-        return list(self.drawn_from)
+        done = list(self.before)
+        if self.takes is not None:
+            low, above = self.takes.state()
+            done.append(Done(self.cut.accumulate, self.cut.pieces, low, tuple(above)))
+        if not done:
+            return list(self.drawn_from)
+        return {"generators": list(self.drawn_from), "done": [list(astuple(one)) for one in done]}
 
     @staticmethod
     def kept(part: Part) -> Part:

@@ -91,6 +91,15 @@ def _is_torchs(loader: DataLoader[Any]) -> bool:
     return type(sampler) is BatchSampler and type(sampler.sampler) in _KNOWN
 
 
+def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int, int] | None:
+    """(batches of an epoch, samples of each, samples of the last), where that is known: a script's own sampler may say anything."""
+    sampler = loader.batch_sampler
+    if not _is_torchs(loader) or sampler is None or not len(loader):
+        return None
+    samples, size = len(sampler.sampler), int(sampler.batch_size)  # type: ignore[attr-defined]
+    return len(loader), size, min(size, samples - size * (len(loader) - 1))
+
+
 def _has_generator(loader: DataLoader[Any]) -> bool:
     sampler = getattr(loader.batch_sampler, "sampler", None)
     return _is_torchs(loader) and getattr(sampler, "generator", None) is not None

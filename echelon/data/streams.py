@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost
 from echelon.data import tree
-from echelon.data.deal import Cut, Micro, Position, part
-from echelon.data.loader import START, Part, Place, WorkerInit
+from echelon.data.deal import Cut, Done, Micro, Picker, Position, Takes, part
+from echelon.data.loader import START, Part, Place, Take, WorkerInit
 from echelon.data.randomness import Stream, mix
 from echelon.errors import PeerLost, UsageError
 
@@ -90,14 +90,18 @@ class StreamParts:
 
     copies = True
 
-    def __init__(self, loader: DataLoader[Any], cut: Cut, seed: int, group: Group) -> None:
-        self.user, self.cut, self.seed, self.group = loader, cut, seed, group
+    def __init__(
+        self, loader: DataLoader[Any], cut: Cut, seed: int, group: Group, take: Take | None = None
+    ) -> None:
+        self.user, self.seed, self.group, self.take = loader, seed, group, take
+        self.cut = cut = _by_slices(cut) if cut.pieces > 1 else cut
+        self.takes: Takes | None = None
         self.states: dict[int, Any] = {}
         """Behind how many batches -> (the dataset's own state there, the stream's randomness); the last two groups'."""
         self.num_skipped = 0
         self.again: deque[Part] = deque()
         dataset: Any = loader.dataset
-        self.sharded = isinstance(dataset, IterableDataset) and _declares_shards(dataset)
+        self.sharded = take is None and isinstance(dataset, IterableDataset) and _declares_shards(dataset)
         batch_size, rank_cut = loader.batch_size, cut
         if self.sharded:
             dataset = dataset.shard(index=cut.rank, count=cut.size)
@@ -129,7 +133,7 @@ class StreamParts:
     @property
     def rereads(self) -> bool:
         """True when coming back to a place means to read all of the stream before it once more."""
-        return not (
+        return self.take is not None or not (
             self.user.num_workers == 0
             and callable(getattr(self.dataset, "state_dict", None))
             and callable(getattr(self.dataset, "load_state_dict", None))
@@ -137,6 +141,10 @@ class StreamParts:
 
     def source(self, position: Position) -> Any:
         """What a Place needs to come back to `position`; without a state the stream is read again up to there."""
+        if self.takes is not None:
+            low, above = self.takes.state()
+            done = Done(self.cut.accumulate, self.cut.pieces, low, tuple(above))
+            return {"workers": self.cut.size, "sharded": False, "state": None, "done": [list(astuple(done))]}
         return {"workers": self.cut.size, "sharded": self.sharded, "state": self.states.get(position.start)}
 
     def epoch(self, epoch: int, again: Sequence[Part] = (), place: Place = START) -> Iterator[Part]:
@@ -144,6 +152,14 @@ class StreamParts:
         self.again.extend(again)
         self.states, behind = {}, place.position.start
         stream = Stream(mix(self.seed, epoch, "stream"))
+        if self.take is not None:
+            yield from self._dealt(epoch, stream, place, self.take)
+            return
+        if (place.source or {}).get("done"):
+            raise UsageError(
+                "this epoch of a stream was left by workers that took whole batches of it, and cannot go on with batches cut over workers",
+                remedy="Resume with the strategy that it was left with, or at the end of an epoch.",
+            )
         state = self._state(place.source or {})
         if state is not None:
             self.dataset.load_state_dict(state[0])
@@ -173,6 +189,47 @@ class StreamParts:
                 )
             left -= pieces.batches
         self.num_skipped = num_batches
+
+    def _dealt(self, epoch: int, stream: Stream, place: Place, take: Take) -> Iterator[Part]:
+        """The whole stream is read here; what other workers take is passed by, and kept until it cannot come back."""
+        mine = Done(self.cut.accumulate, self.cut.pieces)
+        if place.source:
+            saved = place.source.get("done") or [[1, 1, place.position.start, []]]
+            mine = Done(*saved[-1])
+            if (mine.accumulate, mine.pieces) != (self.cut.accumulate, self.cut.pieces):
+                raise UsageError(
+                    f"an epoch of a stream was left in pieces of {mine.accumulate} batches / {mine.pieces}, and cannot go on in others",
+                    remedy="Resume with the same accumulate, workers and backup, or at the end of an epoch.",
+                )
+        self.takes = take(epoch, None, mine)
+        picker = Picker(self._pieces(epoch, self._whole(epoch, stream), stream), self.takes)
+        ghost = picker.first if place.ghost else None
+        if ghost:
+            yield self._copy(replace(ghost[-1], micro=replace(ghost[-1].micro, batch=-1)))
+        while True:
+            while self.again:
+                yield self._copy(self.again.popleft())
+            group = picker.pick(wait=True)
+            if group is None:
+                self.takes = None
+                return
+            for one in group:
+                yield self._copy(one)
+                while self.again:
+                    yield self._copy(self.again.popleft())
+
+    def _pieces(self, epoch: int, source: Iterator[Round], stream: Stream) -> Iterator[list[Part]]:
+        group: list[Part] = []
+        number = 0
+        for found in self._parts(epoch, source, stream, 0):
+            micro, alone = found.micro, self.cut.pieces > 1
+            last = micro.last or alone
+            total = found.count if alone else micro.total
+            at = replace(micro, batch=number, slice=len(group), last=last, total=total)
+            group.append(replace(found, micro=at))
+            if last:
+                yield group
+                group, number = [], number + 1
 
     def _parts(self, epoch: int, source: Iterator[Round], stream: Stream, behind: int) -> Iterator[Part]:
         each = self.cut.size if self.cut.per_worker and not self.sharded else 1
@@ -283,6 +340,16 @@ class StreamParts:
     def kept(cls, part: Part) -> Part:
         """A copy of the part: the script may change its batch in place."""
         return cls._copy(part)
+
+
+def _by_slices(cut: Cut) -> Cut:
+    """Each slice of a batch is a piece by itself."""
+    if cut.accumulate > 1 or cut.microbatches > 1:
+        raise UsageError(
+            "backup with accumulate or microbatches needs a dataset that is no stream",
+            remedy="Leave accumulate and microbatches at 1, or use update=async.",
+        )
+    return replace(cut, microbatches=cut.pieces)
 
 
 def _declares_shards(dataset: Any) -> bool:

@@ -32,10 +32,12 @@ class Exit:
     peak_rss_bytes: int = 0
     early: bool = False
     """A server that was still needed: its end is a failure, whatever its code."""
+    spared: bool = False
+    """The run goes on without it."""
 
     @property
     def failed(self) -> bool:
-        return self.code != 0 or self.early
+        return (self.code != 0 or self.early) and not self.spared
 
     @property
     def signal(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from echelon.control.roster import SERVER, WORKER, Who
@@ -10,6 +11,7 @@ from echelon.errors import PREEMPTED
 from echelon.events import Beat, Configured, Event, Facts, Failed, WorkersBack
 from echelon.launch import blame, restart
 from echelon.launch.blame import Exit, Verdict
+from echelon.show.lines import fold
 
 IN_ORDER = (0, PREEMPTED)
 
@@ -64,6 +66,21 @@ class Ends:
 
     def put(self, who: Who, end: Exit) -> None:
         (self.servers if who.role == SERVER else self.workers)[who.rank] = end
+
+    def without(self, who: Who, num_workers: int, say: Callable[..., None]) -> bool:
+        """Do the others go on without this worker? Then its end is no failure of the run, and people are told."""
+        end = self.workers.get(who.rank) if who.role == WORKER else None
+        left = num_workers - len(self.workers)
+        follows = restart.without(who, end.code, self.strategy, left) if end is not None else None
+        if end is None or follows is None:
+            return False
+        self.workers[who.rank] = replace(end, spared=True)
+        say(*fold(f"{who} was killed (signal {end.signal}): the others go on without it, {follows.reason}"))
+        return True
+
+    @property
+    def spared(self) -> list[int]:
+        return sorted(rank for rank, end in self.workers.items() if end.spared)
 
     def forget(self, who: Who) -> None:
         """It is started again: how it ended counts no more."""

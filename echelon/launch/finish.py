@@ -45,7 +45,7 @@ def finish(run: Supervisor) -> int:
         wall_s = time.monotonic() - run.started
         servers = {rank: end.peak_rss_bytes for rank, end in run.ends.servers.items()}
         run.display.say(*summary(progress, name=run.plan.name, run_dir=run.folder.path, wall_s=wall_s,
-                                  memory=memory, servers=servers))  # fmt: skip
+                                  memory=memory, servers=servers, killed=run.ends.spared))  # fmt: skip
     return code
 
 

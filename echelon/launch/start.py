@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from echelon import env
+from echelon import demands, env
 from echelon import strategy as strategies
 from echelon.control import net
 from echelon.control import token as tokens
@@ -95,6 +95,7 @@ def run(
 
     check_script(job)
     strategies.require_servers(chosen, job.num_servers)
+    demands.workers(chosen, job.num_workers)
     if job.num_workers + job.num_servers < reach.num_hosts:
         raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
                          remedy="--workers is the total of all hosts. A host that joins with --workers 0 is for servers.")  # fmt: skip

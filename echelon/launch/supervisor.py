@@ -251,10 +251,11 @@ class Supervisor:
         self.ends.put(who, end)
         if end.ours or not end.failed or self.preempting.in_order(end) or self.failing_since is not None:
             return
+        if self.display.progress.step and self.ends.without(who, self.plan.num_workers, self.display.say):
+            return
         before, stopping = self.folder.processes[who].incarnation, self.preempting.begun
-        follows = self.ends.follows(
-            who, end, before, (self.plan.num_workers, self.plan.num_servers), stopping
-        )
+        numbers = self.plan.num_workers, self.plan.num_servers
+        follows = self.ends.follows(who, end, before, numbers, stopping)
         if isinstance(follows, restart.GiveUp):
             self._first_failure()
             return

@@ -377,6 +377,8 @@ class AllReduceSync:
     def drain(self) -> None:
         pass
 
+    fresh = drain
+
     def lost(self) -> Outcome:
         return merge(self.outcomes)
 

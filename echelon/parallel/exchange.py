@@ -13,6 +13,7 @@ from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Op, Outcome
 from echelon.parallel import agree
 from echelon.parallel.gradsync import Share
+from echelon.ps.live import LiveGroup
 
 LIMIT_S = 1800.0
 ReduceOp = Literal["mean", "sum", "min", "max"]
@@ -27,7 +28,8 @@ class Exchange:
     def __init__(self, group: Group, lost: Callable[[Outcome], None]) -> None:
         self.group, self.lost = group, lost
         # the answer of a GPU would have to be waited for, and alone there is nobody to ask
-        self._asks = not group.local and self._device().type == "cpu"
+        asks = not isinstance(group, LiveGroup)  # there, a server notices
+        self._asks = asks and not group.local and self._device().type == "cpu"
 
     def _met(self, outcome: Outcome) -> bool:
         if isinstance(outcome, Lost):

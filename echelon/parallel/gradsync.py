@@ -115,6 +115,10 @@ class GradSync(Protocol):
         """Blocks until the parameters have seen every step that was taken; for forms in which they may be behind."""
         ...
 
+    def fresh(self) -> None:
+        """This worker waited for data and is about to begin: where others went on meanwhile, its parameters are the newest."""
+        ...
+
     def forget(self) -> None:
         """The step was lost: drops all gradients, sealed ones too."""
         ...
@@ -138,6 +142,9 @@ class GradSync(Protocol):
 
 class Applying(GradSync, Protocol):
     """A GradSync whose optimizer runs elsewhere (`applies_here` is False). Every rank calls the same in the same order."""
+
+    made: int
+    """Updates that the last step brought: one, where every worker's part is in every one."""
 
     def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
         """The sum of squares of the global gradient of these, and whether it is finite."""

@@ -43,6 +43,8 @@ class PushSync(AllReduceSync):
     """See GradSync."""
 
     applies_here = False
+    made = 1
+    """Updates that the last step brought: with backup it may be none, or several."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,12 +83,7 @@ class StaleSync(PushSync):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
-        if self.optimizer not in (None, optimizer):
-            raise UsageError(
-                "with update=bounded and async a model has one optimizer: updates are counted by it",
-                remedy="Put the parameter groups into one optimizer, or use update=sync.",
-            )
-        self.optimizer = optimizer
+        self._only(optimizer)
         self._upload_changes()
         began = time.perf_counter()
         try:
@@ -104,7 +99,24 @@ class StaleSync(PushSync):
         self._note_versions()
         return Met()
 
+    def _only(self, optimizer: int) -> None:
+        if self.optimizer not in (None, optimizer):
+            raise UsageError(
+                "with update=bounded and async, and with backup, a model has one optimizer: updates are counted by it",
+                remedy="Put the parameter groups into one optimizer, or use update=sync.",
+            )
+        self.optimizer = optimizer
+
     def _send(self, optimizer: int, groups: Groups) -> int:
+        room = self.rooms[(self.held.steps + 1) % len(self.rooms)]
+        number, calls = self._part(optimizer, groups, "train.step", room)
+        self.flying.append((number, calls))
+        return number
+
+    def _part(
+        self, optimizer: int, groups: Groups, verb: str, room: Sequence[Tensor] | None
+    ) -> tuple[int, list[Call]]:
+        """This worker's part goes to the servers: its number, and the calls."""
         named = [(recipe, [s.name for s in self._mine(params) if s.bucket]) for recipe, params in groups]
         stepping = {s.index for _, params in groups for s in self._mine(params)}
         parts = []
@@ -116,13 +128,14 @@ class StaleSync(PushSync):
                 flat = bucket.flat if bucket.flat.device.type == "cpu" else bucket.flat.cpu()
                 parts.append((flat, self.runs[bucket.index]))
         used = [s.name for s in self.slots if s.index in self.filled and s.index in stepping]
-        room = self.rooms[(self.held.steps + 1) % len(self.rooms)]
-        number, calls = self.held.step(
-            optimizer, named, parts, used, room, version=self.version, stop=self.stop_wanted(), alone=self.alone,
-            clip_norm=self.clip_norm,
+        return self.held.step(
+            optimizer, named, parts, used, room, verb, version=self.version, stop=self.stop_wanted(), alone=self.alone,
+            clip_norm=self.clip_norm, **self._about(),
         )  # fmt: skip
-        self.flying.append((number, calls))
-        return number
+
+    def _about(self) -> dict[str, Any]:
+        """What else a server must know of this part."""
+        return {}
 
     def _catch_up(self, behind: int) -> None:
         """Waits until at most `behind` updates are under way, and takes the newest values that are here."""
@@ -159,6 +172,15 @@ class FreeSync(StaleSync):
     """
 
     alone = True
+    pieces: Callable[[], list[list[int]]] = staticmethod(list)
+    """What the part that is about to leave was computed from: servers count each piece once."""
+
+    compensation = 0.0
+    divided = False
+    """What is done about late gradients: the strategy's `compensation` and `stale_lr`."""
+
+    def _about(self) -> dict[str, Any]:
+        return {"pieces": self.pieces(), "compensation": self.compensation, "divided": self.divided}
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         if not self.filled:
@@ -169,3 +191,6 @@ class FreeSync(StaleSync):
         if self.version:
             self.held.pull()
             self._note_versions()
+
+    def fresh(self) -> None:
+        self.drain()

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from echelon import activity
 from echelon.comm.group import Group
 from echelon.data import order, tree
-from echelon.data.deal import Cut, Micro, Position
+from echelon.data.deal import BEGINNING, Cut, Deal, Micro, Position, Takes
 from echelon.data.ledger import EpochLedger, Ledger
-from echelon.data.loader import MapParts, Part, Place
+from echelon.data.loader import MapParts, Part, Place, Take
 from echelon.data.streams import StreamParts
 from echelon.errors import UsageError
 from echelon.events import EpochDone, Warned
+from echelon.prepare.taken import TakesPieces
 from echelon.prepare.trail import Mark, Trail
 from echelon.step import Machine
 
@@ -38,6 +39,9 @@ class Parts(Protocol):
     def rereads(self) -> bool:
         """Whether coming back to a place means reading everything before it once more."""
         ...
+
+    takes: Takes | None
+    """Where the open epoch's pieces come from, where workers take them as they ask."""
 
     def epoch(self, epoch: int, again: list[Part], place: Place = ...) -> Iterator[Part]: ...
     def source(self, position: Position) -> Any: ...
@@ -57,6 +61,7 @@ class Loop:
         self.place = _place(saved)
         self.position = self.before = self.committed = self.place.position
         """Behind the last part, before it, and behind the last one that was committed."""
+        self.takes: Takes | None = None
         self.group: list[Micro] = []
         self.num_owed = len(owed)
         self.part: Part | None = None
@@ -82,7 +87,7 @@ class Loop:
         try:
             while (part := self._fetch(parts)) is not None:
                 data = self.feed.placed(part.data)
-                self.part = part
+                self.part, self.takes = part, self.parts.takes
                 if saved is not None and saved.here and not saved.done:
                     trail.arrived_at(saved)
                 machine.begin(self, part)
@@ -107,6 +112,8 @@ class Loop:
     def stand(self) -> None:
         """Writes into the mark where this loop is, for a checkpoint of now."""
         position = self.before if self.mark.inside else self.position
+        if self.takes is not None:
+            position = BEGINNING  # what is done is in the source
         self.mark.value = {
             "epoch": self.epoch,
             **asdict(position),
@@ -138,6 +145,8 @@ class Loop:
         if micro.epoch != self.epoch:
             self.num_owed -= 1
             return
+        if self.takes is not None:
+            return  # the ledger knows
         self.group.append(micro)
         batches = {m.batch: m.batches for m in self.group}
         self.before, self.position = self.position, self.position.after(micro, sum(batches.values()))
@@ -154,6 +163,8 @@ class Loop:
             machine.emit(Warned(rank=machine.rank, message=text))
         self.mark.value = {"trained": trained, "epoch": self.epoch}
         self.feed.trail.leave(self.mark)
+        if self.takes is not None and not whole:
+            self.takes.leave()
         if not trained:
             self.uncommitted = []  # looked at, not trained on: an evaluation
         machine.end_loop(self)
@@ -162,7 +173,7 @@ class Loop:
         machine.over(self)
 
 
-class Feed:
+class Feed(TakesPieces):
     """One prepared loader: its epochs, its loops, its ledger."""
 
     def __init__(
@@ -175,6 +186,7 @@ class Feed:
         machine: Machine,
         trail: Trail,
         trains: bool = True,
+        deal: Deal | None = None,
     ) -> None:
         if type(loader).__iter__ is not DataLoader.__iter__:
             raise UsageError(
@@ -189,7 +201,7 @@ class Feed:
             device,
             machine,
         )
-        self.index, self.trail = len(machine.loaders), trail
+        self.index, self.trail, self.deal = len(machine.loaders), trail, deal
         if trains:
             machine.loaders.append(self)
         self.ledger = Ledger()
@@ -200,12 +212,17 @@ class Feed:
         self.passed = 0
         """Epochs of an earlier life that a script's own sampler was led through."""
         self._parts = self._make()
+        self.dealt: dict[int, list[Any]] = {}
+        """Epochs of which others had taken pieces when the run was left: how they were cut, and what was done."""
 
     def _make(self) -> Parts:
+        return self._parts_of(self.cut, self._take if self.deal is not None else None)
+
+    def _parts_of(self, cut: Cut, take: Take | None) -> Parts:
         streams = isinstance(self.user.dataset, IterableDataset) or self.user.batch_sampler is None
         if streams:
-            return StreamParts(self.user, self.cut, self.seed, self.group)
-        return MapParts(self.user, self.cut, self.seed)
+            return StreamParts(self.user, cut, self.seed, self.group, take)
+        return MapParts(self.user, cut, self.seed, take)
 
     def _free_parts(self) -> Parts:
         """The loader's own source of parts, or another one while a loop still holds it."""
@@ -225,6 +242,8 @@ class Feed:
             self.pass_over(epoch)
         owed, self.owed = self.owed, []
         loop = Loop(self, self._free_parts(), epoch, owed, mark, saved)
+        if saved is None and epoch in self.dealt:
+            loop.place = Place(source={"generators": (), "done": [self.dealt.pop(epoch)]})
         self.loops = [old for old in self.loops if old.open or old.uncommitted] + [loop]
         return loop.run()
 
@@ -245,7 +264,8 @@ class Feed:
     def evaluate(self) -> Iterator[Any]:
         """Every sample once, outside of training: no marks, no shares; an empty part is skipped."""
         epoch, self.epochs = self.epochs, self.epochs + 1
-        for part in self._free_parts().epoch(epoch, []):
+        parts = self._free_parts() if self.deal is None else self._parts_of(self.deal.shared(), None)
+        for part in parts.epoch(epoch, []):
             activity.moved()
             if part.count:
                 yield self.placed(part.data)
@@ -274,7 +294,10 @@ class Feed:
             e: [entry.planned, entry.committed] for e, entry in self.ledger.epochs.items() if e in opened
         }
         states = [generator.get_state() for generator in order.generators(self.user)]
-        return {"epochs": self.epochs, "ledger": ledger, "generators": states}
+        record = {"epochs": self.epochs, "ledger": ledger, "generators": states}
+        if self.deal is not None:
+            record["dealt"] = self._dealt_so_far()
+        return record
 
     def restore(self, record: dict[str, Any]) -> None:
         """Back to saved(): the loops that were open then are open again."""
@@ -285,6 +308,7 @@ class Feed:
             for generator, state in zip(order.generators(self.user), record["generators"], strict=False):
                 generator.set_state(state)
         self.epochs = record["epochs"]
+        self.dealt = {int(e): done for e, done in record.get("dealt", {}).items()}
         self.ledger.epochs.update({e: EpochLedger(*counts) for e, counts in record["ledger"].items()})
         for loop in opened:
             if loop.saved is not None and loop.saved.value.get("committed"):
@@ -307,6 +331,8 @@ class Feed:
         for loop in self.loops:
             for part in loop.uncommitted:
                 self.ledger.commit(part, self.cut.rank, self.cut.size)
+            if loop.takes is not None:
+                loop.takes.done(sorted({part.micro.batch for part in loop.uncommitted if part.micro.last}))
             loop.uncommitted = []
             loop.committed = loop.position
 
@@ -329,7 +355,8 @@ def _place(saved: Mark | None) -> Place:
     if saved is None or saved.done:
         return Place()
     value = saved.value
-    return Place(Position(value["start"], value["into"]), value["source"])
+    ghost = saved.inside and bool(value["committed"])
+    return Place(Position(value["start"], value["into"]), value["source"], ghost)
 
 
 class PreparedLoader(DataLoader[Any]):

@@ -20,6 +20,7 @@ from echelon.errors import AuthError, WorldError
 from echelon.events import Serving
 
 if TYPE_CHECKING:
+    from echelon.ps.dealing import Dealing
     from echelon.ps.host import Host
     from echelon.ps.local import Local
     from echelon.ps.service import Service
@@ -40,7 +41,7 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
-    from echelon.ps import copies, local, session
+    from echelon.ps import copies, dealing, local, parts, session
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
     from echelon.ps.site import RunSite
@@ -49,12 +50,14 @@ def serve(member: Member, place: Place) -> int:
     held = copies.Copies(place.rank, place.world_size, num_servers, leads=place.incarnation == 0)
     training = session.Training(place.world_size, held, RunSite(member))
     services: dict[str, Service] = {session.NAME: training, copies.NAME: copies.Copying(held)}
+    services[dealing.NAME] = deals = dealing.Dealing(place.world_size)
+    services[parts.NAME] = parts.Parts(training, held)
     services[local.NAME] = apart = local.Local(place.world_size)
     host = Host(services, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()
     try:
         key, value = address_key(place.rank), host.address.encode()
-        member.report = partial(_sign, training, apart, host)
+        member.report = partial(_sign, training, apart, deals, host)
         member.call("store.set", Deadline.after(CALL_S), key=key, value=value)
         wait_until_over(member)
     finally:
@@ -63,11 +66,11 @@ def serve(member: Member, place: Place) -> int:
     return 0
 
 
-def _sign(training: Training, apart: Local, host: Host) -> Serving:
+def _sign(training: Training, apart: Local, deals: Dealing, host: Host) -> Serving:
     counters = host.counters
     return Serving(
         doing="serving", updates=training.updates + apart.updates, sums=training.sums, bytes_in=counters.bytes_in,
-        bytes_out=counters.bytes_out, stale=training.stale(),
+        bytes_out=counters.bytes_out, stale=training.stale(), dropped=deals.dropped, returned=deals.returned,
     )  # fmt: skip
 
 

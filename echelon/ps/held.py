@@ -179,7 +179,8 @@ class Held:
         groups: Sequence[tuple[Recipe, Sequence[str]]],
         parts: Sequence[tuple[Tensor, list[list[tuple[list[int], int, int]]]]],
         used: Sequence[str],
-        out: Sequence[Tensor],
+        out: Sequence[Tensor] | None,
+        verb: str = "train.step",
         **numbers: Any,
     ) -> tuple[int, list[Call]]:
         """A part of an update and its step in one call to each server, which has copies of `parts` when this returns: the number of
@@ -199,7 +200,7 @@ class Held:
                 "model": self.model, "number": number, "optimizer": optimizer, "keys": keys, "used": mine[index],
                 "groups": [[plain, by_server[index]] for plain, by_server in keyed], **numbers,
             }  # fmt: skip
-            calls.append(link.call("train.step", head, payload, out=[out[index]]))
+            calls.append(link.call(verb, head, payload, out=[out[index]] if out is not None else None))
         return number, calls
 
     def pull(self) -> None:

@@ -306,7 +306,7 @@ class Training:
                 return
             if head["alone"]:
                 step = partial(self._update, copy, [request], updates.next)
-                self._carry_out([request], lambda: updates.carry_out([request], step))
+                self._carry_out([request], lambda: updates.alone(request, step))
                 return
         shard = self.copies.shard_of(request)
         all_of_them = self.together.add(("step", shard, head["model"], number), request)
@@ -363,6 +363,7 @@ class Training:
     def _pull(self, request: Request) -> None:
         copy = self.copies.of(request)
         with copy.lock:
+            copy.updates.sent(request.peer.rank)
             request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
 
     def _state(self, request: Request) -> None:

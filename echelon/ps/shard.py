@@ -87,6 +87,10 @@ class Shard:
         self.updates = 0
         self._scratch: dict[torch.dtype, Tensor] = {}
 
+    def views(self, memory: Tensor) -> dict[int, Tensor]:
+        """The ranges in another memory that is laid out like this one."""
+        return _views(self.spec, memory)
+
     # -- what workers push -----------------------------------------------------------------------------------------
 
     def push(

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from echelon.errors import UsageError, WireError
 from echelon.native import update
+from echelon.ps.decisions import Delayed
+from echelon.ps.eager import lr_factor
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 from echelon.ps.shard import Shard
@@ -25,6 +27,28 @@ Step = Callable[
     [int, Sequence[tuple[Recipe, float, Sequence[int]]], Callable[[int, Tensor | None], Tensor]], None
 ]
 """Makes the update (Shard.step): optimizer, groups, the gradient of a key."""
+
+KEPT_EPOCHS = 8
+"""Of which a server remembers the pieces; one epoch of each loader is open at a time."""
+
+
+class Counted:
+    """Which pieces are in updates of a model here. A piece is dealt again when the worker that had it is gone, and its part may
+    have reached some servers and not others: each server takes a piece from one worker only, so all have it once."""
+
+    def __init__(self) -> None:
+        self._by: dict[tuple[int, int], dict[int, int]] = {}
+        """(Loader, epoch) -> piece -> the worker that it was taken from; of the last few epochs."""
+
+    def first(self, worker: int, pieces: Sequence[Sequence[int]]) -> bool:
+        """Notes them as this worker's. False when all of them were taken from another: the part does not count."""
+        news = not pieces
+        for feed, epoch, number in pieces:
+            known = self._by.setdefault((int(feed), int(epoch)), {})
+            news = known.setdefault(int(number), worker) == worker or news
+        for old in list(self._by)[:-KEPT_EPOCHS]:
+            del self._by[old]
+        return news
 
 
 class Updates:
@@ -38,6 +62,10 @@ class Updates:
         self.staleness = Staleness()
         self.stop = False
         """Somebody was asked to stop: every answer says so from then on."""
+        self.counted = Counted()
+        self.then: dict[int, Tensor] = {}
+        """Worker -> the values that it computes on, where its gradients are compensated for their delay: one more copy of this
+        server's ranges for each worker."""
 
     def complete(self, number: int, requests: list[Request]) -> list[list[Request]]:
         """All parts of update `number` are here: which updates happen now, in order."""
@@ -48,17 +76,43 @@ class Updates:
             self.next += 1
         return found
 
-    def carry_out(self, requests: list[Request], step: Step) -> None:
-        """One update from these parts, in the order in which they are given. Answers them."""
+    def alone(self, request: Request, step: Step) -> None:
+        """One worker's part is an update, unless another's of the same pieces was one. Answers it."""
+        if self.counted.first(request.peer.rank, request.head.get("pieces", ())):
+            late = max(0, self.shard.updates - int(request.head["version"]))
+            divided, strength = (
+                bool(request.head.get("divided")),
+                float(request.head.get("compensation", 0.0)),
+            )
+            self.carry_out([request], step, Delayed(late, lr_factor(late) if divided else 1.0, strength))
+            if strength:
+                self.then[request.peer.rank] = self.shard.memory.clone()
+            return
+        self.stop = self.stop or bool(request.head["stop"])
+        request.answer({"updates": self.shard.updates, "stop": self.stop}, [self.shard.memory])
+
+    def sent(self, worker: int) -> None:
+        """A worker took the values as they are now."""
+        if worker in self.then:
+            self.then[worker] = self.shard.memory.clone()
+
+    def carry_out(self, requests: list[Request], step: Step, rule: Delayed | None = None) -> None:
+        """One update from these parts, in the order in which they are given; by `rule` where one may be late. Answers them."""
         shard, head = self.shard, requests[0].head
-        parts = [_parts(shard, request) for request in requests]
+        parts = [parts_of(shard, request) for request in requests]
         used = {int(key) for request in requests for key in request.head["used"]}
         self.stop = self.stop or any(bool(request.head["stop"]) for request in requests)
         groups = [
-            (Recipe.from_plain(recipe), [k for k in keys if k in used]) for recipe, keys in head["groups"]
+            (_slowed(Recipe.from_plain(recipe), rule), [k for k in keys if k in used])
+            for recipe, keys in head["groups"]
         ]
+        if rule is not None and rule.compensation and requests[0].peer.rank in self.then:
+            then = self.shard.views(self.then[requests[0].peer.rank])
+            parts = [
+                {k: _compensated(g, shard.values[k], then[k], rule.compensation) for k, g in parts[0].items()}
+            ]
         sums = {key: _sum([p[key] for p in parts]) for _, keys in groups for key in keys}
-        factor = _factor(list(sums.values()), float(head["clip_norm"]))
+        factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
         for request in requests:
             self.staleness.add(max(0, shard.updates - int(request.head["version"])))
         step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key, out: sums[key])
@@ -66,7 +120,18 @@ class Updates:
             request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
 
 
-def _parts(shard: Shard, request: Request) -> dict[int, Tensor]:
+def _slowed(recipe: Recipe, rule: Delayed | None) -> Recipe:
+    if rule is None or rule.lr_factor == 1.0:
+        return recipe
+    return recipe.with_numbers({"lr": recipe.numbers["lr"] * rule.lr_factor})
+
+
+def _compensated(gradient: Tensor, now: Tensor, then: Tensor, strength: float) -> Tensor:
+    """DC-ASGD (Zheng et al. 2017): what the gradient would be now, its second derivative taken as its square."""
+    return torch.addcmul(gradient, gradient * gradient, now - then, value=strength)
+
+
+def parts_of(shard: Shard, request: Request) -> dict[int, Tensor]:
     keys = request.head["keys"]
     if len(keys) != len(request.tensors):
         raise WireError(f"{request.peer} sent {len(request.tensors)} tensors for {len(keys)} runs of keys")
@@ -85,7 +150,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return out
 
 
-def _factor(sums: Sequence[Tensor], clip_norm: float) -> float:
+def clip_factor(sums: Sequence[Tensor], clip_norm: float) -> float:
     """As torch.nn.utils.clip_grad_norm_, over what this server holds: everything, or clip_norm was refused."""
     if clip_norm <= 0:
         return 1.0

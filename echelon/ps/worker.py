@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from echelon import activity
 from echelon.clock import Deadline
@@ -12,6 +13,7 @@ from echelon.control.member import Member
 from echelon.errors import EchelonError, Late, LinkLost, PeerLost
 from echelon.ps.link import Link
 from echelon.ps.pending import Answered, Reply
+from echelon.ps.pretend import Pretending
 from echelon.ps.route import Route
 from echelon.ps.site import Finder
 
@@ -38,8 +40,10 @@ class Servers:
         lanes: Sequence[Sequence[Link]] = (),
         replicas: int = 0,
     ) -> None:
-        self.links, self.hosts, self.replicas = list(links), list(hosts), replicas
+        self.ways, self.hosts, self.replicas = list(links), list(hosts), replicas
         """By shard: the way to the server that holds it. With copies, another may take over."""
+        self.links: list[Any] = list(links)
+        """The same, or what stands for them while nothing counts."""
         self.lanes = [list(of) for of in lanes]
         """By server: the connections over which sums go."""
         self.numbers: dict[int, int] = {}
@@ -76,7 +80,7 @@ class Servers:
         return len(self.links)
 
     def close(self) -> None:
-        for way in [*self.links, *(link for of in self.lanes for link in of)]:
+        for way in [*self.ways, *(link for of in self.lanes for link in of)]:
             way.close()
 
     def new_model(self) -> int:
@@ -87,7 +91,7 @@ class Servers:
     @property
     def moves(self) -> int:
         """How often another server took over from one that died."""
-        return sum(way.moves for way in self.links if isinstance(way, Route))
+        return sum(way.moves for way in self.ways if isinstance(way, Route))
 
     def number(self, model: int) -> int:
         """Of an operation in which every worker takes part: the same on all, since all begin them in the same order."""
@@ -97,17 +101,21 @@ class Servers:
             activity.begun[activity.SERVERS] = self._begun
             return self.numbers[model]
 
+    def pretend(self, so: bool) -> None:
+        """Nothing that is asked of the servers counts, and nothing reaches them: until pretend(False)."""
+        self.links = [Pretending(way) for way in self.ways] if so else list(self.ways)
+
     def enter(self, term: int, look: Callable[[], None] = lambda: None) -> None:
         """All workers of this term call it; it returns when all did. What was pushed and not used is void, an update that some servers
         lack did not happen, and operations are counted anew. The values on the servers are not to be relied on: see Held.bring().
         `look` is called now and then meanwhile: it raises if somebody of this term is gone. Raises LinkLost, PeerLost."""
-        for way in self.links:
+        for way in self.ways:
             if isinstance(way, Route):
                 way.renew()
-        said = [way.call("train.enter", {"term": term}) for way in self.links]
+        said = [way.call("train.enter", {"term": term}) for way in self.ways]
         found = [reply.head["updates"] for reply in self._watched(said, f"all workers in term {term}", look)]
         agreed = {model: min(updates[model] for updates in found) for model in found[0]}
-        said = [way.call("train.settle", {"updates": agreed}) for way in self.links]
+        said = [way.call("train.settle", {"updates": agreed}) for way in self.ways]
         self._watched(said, "servers to agree", look)
         with self._lock:
             self.numbers.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echelon import env
@@ -16,9 +16,10 @@ MAX_RANKS = 8
 
 def summary(
     progress: Progress, *, name: str, run_dir: Path, wall_s: float, memory: Mapping[int, int],
-    servers: Mapping[int, int] | None = None,
+    servers: Mapping[int, int] | None = None, killed: Sequence[int] = (),
 ) -> list[str]:  # fmt: skip
-    """The lines of the end of run `name`; `memory` is each worker's peak in bytes, `servers` each server's."""
+    """The lines of the end of run `name`; `memory` is each worker's peak in bytes, `servers` each server's; `killed` are workers
+    without which the others went on."""
     lines = [f"run {name} finished in {duration(wall_s)}"]
     if progress.step:
         lines.append(f"  {_work(progress)}")
@@ -32,6 +33,7 @@ def summary(
             "  " + " · ".join(_server(progress.servers.get(r), r, servers[r]) for r in sorted(servers))
         )
         lines += _staleness(progress)
+        lines += fold("  " + said) if (said := _dealt(progress, killed)) else []
     return [
         *lines,
         f"  folder {short(run_dir)}",
@@ -103,6 +105,17 @@ def _staleness(progress: Progress) -> list[str]:
     if not worst or worst[2] == 0:
         return []
     return [f"  gradients were behind by {worst[0]} updates (median), {worst[1]} (99 %), {worst[2]} at most"]
+
+
+def _dealt(progress: Progress, killed: Sequence[int]) -> str:
+    """What was computed and not used, and who is gone: where workers take batches by themselves."""
+    told = progress.servers.get(0)
+    said = [f"worker {rank} was killed, the others went on without it" for rank in killed]
+    if told is not None and told.dropped:
+        said.append(f"{told.dropped:,} dropped parts: too late for their step, dealt again")
+    if told is not None and told.returned:
+        said.append(f"{told.returned:,} batches of killed workers were dealt again")
+    return " · ".join(said)
 
 
 def _last(progress: Progress) -> str:

@@ -73,7 +73,7 @@ def test_every_feature_works_compressed(tmp_path, launch):
 
 
 @pytest.mark.case("compress: at another number of workers")
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_at_another_number_of_workers_as_much_is_owed(found, workers):
     folder, saved = found(3, "save")
     _, loaded = found(workers, "load", folder)

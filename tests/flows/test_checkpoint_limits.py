@@ -111,7 +111,7 @@ print(json.dumps({"before": before, "peak": rss("VmHWM"), "state": sum(t.nbytes 
 
 
 @pytest.mark.case("checkpoint memory: a share + 10 %")
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_checkpoint_takes_no_more_memory_than_its_share_and_a_tenth(tmp_path, size, capsys):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "t"), str(size)],

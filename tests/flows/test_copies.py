@@ -37,7 +37,8 @@ def test_workers_go_on_with_the_copy_and_a_new_server_is_filled(start_run, tmp_p
     running.kill("server", 1)
     result = running.wait(120)
     assert result.code == 0, result.err[-3000:]
-    assert _seen(tmp_path) == 40 * 44 if "async" in strategy else _seen(tmp_path) > 0
+    if "async" in strategy:
+        assert _seen(tmp_path) == 40 * 44
     said = " ".join(result.err.split())
     assert "server 1 has a copy and goes on in its place" in said
     assert re.search(r"server \d has a copy again of what server \d holds", said)

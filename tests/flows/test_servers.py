@@ -84,7 +84,10 @@ LONG = """
 """
 """Trains until it is ended; some of its parameters are cut over both servers."""
 
-WAYS = {"servers sum": ("--set", "servers_share=1"), "servers apply": ("--set", "apply=server")}
+WAYS = {
+    "servers sum": ("--set", "servers_share=1"),
+    "servers apply": ("--set", "apply=server", "--set", "replicas=0"),
+}
 
 CLIPPED = """
     import torch, echelon
@@ -126,8 +129,9 @@ def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.case("a server's seat is its own")
 def test_servers_start_serve_and_leave_with_the_run(start_run, tmp_path):
     before = segments()
-    running = start_run(UP, "2", options=PS)
+    running = start_run(UP, "6", options=PS)
     up(running)
+    running.until(lambda: (running.run_dir / "journal.jsonl").read_text().count("ps/server/") >= 2, 60)
     for rank in range(2):
         pid = running.pid("server", rank)
         line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -427,7 +431,7 @@ AGAIN = """
 import sys
 from echelon.cli import main
 from echelon.launch import restart
-restart.after_end = lambda who, code, incarnation, strategy, num_servers: restart.Again(incarnation + 1, "the test says so")
+restart.after_end = lambda who, code, incarnation, *known: restart.Again(incarnation + 1, "the test says so")
 main()
 """
 """The command line with another decision than this version's: whatever dies is started again."""

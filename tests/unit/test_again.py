@@ -25,6 +25,9 @@ from echelon.launch.blame import Exit
 from echelon.launch.ends import Ends
 from echelon.launch.restart import Again, GiveUp, Known
 from echelon.mesh.layout import Key, Span
+from echelon.prepare.trail import Trail
+from echelon.ps.held import Held
+from echelon.ps.worker import Servers
 from echelon.strategy import Strategy
 
 SERVED = {"form": "ps", "apply": "server", "update": "sync"}
@@ -240,3 +243,54 @@ def test_a_group_is_given_another_one_and_what_cannot_be_made_is_a_loss():
     group.change()
     assert group.barrier().wait(SOON) == Lost((4,), "worker 4 is gone")
     assert group.all_gather(torch.zeros(1, 2), torch.ones(2)).wait(SOON) == Lost((4,), "worker 4 is gone")
+
+
+def test_a_moment_in_front_of_which_a_run_was_left_comes_when_it_is_resumed():
+    arrived: list[bool] = []
+    for done in (False, True):
+        trail = Trail(lambda: arrived.append(True))
+        trail.follow(
+            [
+                {
+                    "kind": "save",
+                    "done": done,
+                    "here": True,
+                    "value": None,
+                    "body": [],
+                    "inside": False,
+                    "optional": True,
+                }
+            ]
+        )
+        assert (trail.moment("save") is not None) == (not done)
+    assert arrived == [True, True]
+
+
+@pytest.mark.case("again: groups that change")
+def test_while_nothing_counts_servers_are_not_asked():
+    class Refusing:
+        server, local = "nowhere", True
+
+        def buffer(self, num_bytes: int) -> torch.Tensor:
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+
+        def call(self, *args, **kwargs):
+            raise AssertionError("asked")
+
+        def close(self) -> None:
+            pass
+
+    servers = Servers([Refusing(), Refusing()], ["h", "h"])  # type: ignore[list-item]
+    servers.pretend(True)
+    params = [("a", torch.ones(5)), ("b", torch.ones(7))]
+    held = Held(servers, 1, params, 0)
+    held.open()
+    flat = torch.ones(12)
+    pushes = held.push(flat, held.runs(["a", "b"], [0, 5]))
+    held.take_back(pushes)
+    assert held.squares(["a", "b"]) == ([0.0, 0.0], True)
+    assert held.state(0, ["a"]) == {}
+    assert torch.equal(params[0][1], torch.ones(5))
+    servers.pretend(False)
+    with pytest.raises(AssertionError, match="asked"):
+        held.open()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from echelon import strategy
+from echelon import demands, strategy
 from echelon.errors import StrategyError
 from echelon.strategy import Strategy, merge, parse, require_built, require_servers, require_whole
 
@@ -82,7 +82,6 @@ def test_mistakes_teach(text, said):
 @pytest.mark.parametrize(
     "text",
     [
-        "ps,backup=1",
         "sharded",
         "tensor=2",
         "pipeline=2",
@@ -131,3 +130,25 @@ def test_a_server_applies_only_where_there_is_one():
         require_whole(merge(parse("ps,apply=server,compress=int8")))
     with pytest.raises(StrategyError, match="apply=server goes with ps"):
         require_whole(merge(parse("apply=server")))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ps,backup=1,aggregate=2", "both say how many parts"),
+        ("ps,update=async,backup=1", "goes with ps and update=sync"),
+        ("allreduce,backup=1", "goes with ps and update=sync"),
+        ("ps,compensation=0.1", "goes with update=async"),
+        ("ps,update=bounded,stale_lr=divided", "goes with update=async"),
+        ("ps,backup=1,replicas=1,apply=server", "copy of what the first server decides"),
+    ],
+)
+def test_fields_of_workers_that_take_batches_by_themselves_go_together(text, words):
+    with pytest.raises(StrategyError, match=words):
+        require_whole(merge(parse(text)))
+
+
+def test_somebody_must_be_waited_for():
+    with pytest.raises(StrategyError, match="leaves nobody"):
+        demands.workers(merge(parse("ps,backup=2")), 2)
+    demands.workers(merge(parse("ps,backup=2")), 3)

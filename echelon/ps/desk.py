@@ -1,0 +1,89 @@
+"""The way to the server that deals: the one that leads the first shard. When it dies, its successor is told what each worker knows."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from echelon.errors import LinkLost
+from echelon.ps.link import Link
+from echelon.ps.pending import Pending, Reply
+from echelon.ps.route import Route
+from echelon.ps.worker import Servers
+
+
+class Knows(Protocol):
+    """What a worker knows of an epoch."""
+
+    def known(self) -> list[Any]:
+        """[loader, epoch, low, above, total, done, open, over], as deal.rejoin takes it."""
+        ...
+
+
+class Desk:
+    """One a run and worker. Calls go nowhere while the server is gone; whoever waits for an answer calls again()."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+        self.epochs: dict[int, Knows] = {}
+        """Loader -> its last epoch."""
+        self.meeting: tuple[dict[str, Any], Tensor] | None = None
+        """What the last meeting gave: somebody may have missed the answer."""
+        self.live: tuple[int, ...] = ()
+        way = servers.links[0]
+        self._known: Link = way.link if isinstance(way, Route) else way
+
+    @property
+    def link(self) -> Link:
+        """To the server that deals now; a successor is told what this worker knows before anything else."""
+        way = self.servers.links[0]
+        link = way.link if isinstance(way, Route) else way
+        if link is not self._known and isinstance(way, Route):
+            self._known = link
+            self._rejoin(link, way.epoch)
+        return link
+
+    def tell(self, verb: str, head: dict[str, Any]) -> None:
+        """Without an answer. A successor learns it from again()."""
+        try:
+            self.link.call(verb, head)
+        except LinkLost:
+            pass
+
+    def ask(self, verb: str, head: dict[str, Any], payload: Tensor | None = None, what: str = "") -> Reply:
+        """Waits for the answer; asks the successor when the server dies meanwhile."""
+        while True:
+            try:
+                pending = self.link.call(verb, head, payload)
+            except LinkLost:
+                self.again()
+                continue
+            reply = self.wait(pending, what)
+            if reply is not None:
+                return reply
+
+    def wait(self, pending: Pending, what: str) -> Reply | None:
+        """The answer; None when its server died and a successor was found: ask again."""
+        try:
+            return self.servers.wait([pending], what)[0]
+        except LinkLost:
+            self.again()
+            return None
+
+    def again(self) -> None:
+        """The server that dealt is gone: finds its successor. Raises LinkLost when there is none."""
+        way = self.servers.links[0]
+        if not isinstance(way, Route):
+            raise LinkLost(
+                "the server that deals the data is gone",
+                remedy="With --servers 2 another one has a copy (update=async); a checkpoint has the ledger.",
+            )
+        self.servers.wait([way.call("deal.hello", {})], "the successor of the first server")
+
+    def _rejoin(self, link: Link, generation: int) -> None:
+        told, rows = self.meeting if self.meeting is not None else ({}, None)
+        head = {
+            "generation": generation, "epochs": [e.known() for e in self.epochs.values()], "live": list(self.live), "meeting": told,
+        }  # fmt: skip
+        link.call("deal.rejoin", head, [rows] if rows is not None else [])

@@ -1,0 +1,135 @@
+"""One verdict over all servers: how far an update is clipped, and whether it is finite, where each server knows only its part.
+
+Under sync the workers ask every server and put the answers together. Where workers are not at one place (bounded, async), servers tell
+the one that leads shard 0, and it tells all of them the whole, once every shard was heard. If it dies, its successor hears them again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from echelon.clock import Deadline
+from echelon.errors import EchelonError, Late, LinkLost, PeerLost, UsageError
+from echelon.ps.link import Link
+from echelon.ps.service import Peer, Request
+
+NAME = "judge"
+REMEMBERED = 4096
+"""Verdicts that are kept for who asks a second time."""
+
+WAIT_S = 600.0
+LOOK_S = 0.25
+"""How often a server that waits for the others looks whether a worker is gone."""
+
+Summary = tuple[float, bool]
+"""Sum of squares, and whether it is finite."""
+
+
+class Judge:
+    """The service (service.Service) that every server offers and one is asked."""
+
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = num_shards
+        self._lock = threading.Lock()
+        self._told: OrderedDict[Any, dict[int, Summary]] = OrderedDict()
+        self._waiting: dict[Any, list[Request]] = {}
+
+    def called(self, request: Request) -> None:
+        head = request.head
+        if request.verb != "report" or request.peer.role != "server":
+            raise UsageError(
+                f"{request.peer} called {request.verb} of {NAME}, which servers offer each other"
+            )
+        key = (int(head["model"]), *map(int, head["update"]))
+        shard = int(head["shard"])
+        if not 0 <= shard < self.num_shards:
+            raise UsageError(f"there is no shard {shard} of {self.num_shards}")
+        with self._lock:
+            told = self._told.setdefault(key, {})
+            told[shard] = (float(head["squares"]), bool(head["finite"]))
+            self._waiting.setdefault(key, []).append(request)
+            if len(told) < self.num_shards:
+                return
+            waiting = self._waiting.pop(key)
+            while len(self._told) > REMEMBERED and len(next(iter(self._told.values()))) == self.num_shards:
+                self._told.popitem(last=False)
+        squares, finite = whole(told)
+        for one in waiting:
+            one.answer({"squares": squares, "finite": finite})
+
+    def gone(self, peer: Peer) -> None:
+        with self._lock:
+            for key, waiting in list(self._waiting.items()):
+                self._waiting[key] = [one for one in waiting if one.peer.link != peer.link]
+
+
+def whole(told: dict[int, Summary]) -> Summary:
+    """Over all shards, in their order: the same on every server."""
+    finite = all(ok for _, ok in told.values())
+    return (math.fsum(told[shard][0] for shard in sorted(told)) if finite else math.nan), finite
+
+
+class Court(Protocol):
+    """How a server reaches the judge."""
+
+    def judge(self) -> Link:
+        """A connection to whoever leads shard 0 now. Raises EchelonError."""
+
+
+class Reporter:
+    """The asking end, on every server. For any number of threads."""
+
+    def __init__(self, court: Court) -> None:
+        self._court = court
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+
+    def verdict(
+        self,
+        shard: int,
+        model: int,
+        update: tuple[int, int],
+        mine: Summary,
+        lost: Callable[[], PeerLost | None],
+    ) -> Summary:
+        """The whole, once every shard was heard. `update` names it: the worker whose it is alone, or -1, and its number. Raises what
+        lost() gives, if a worker that the others may wait for is gone."""
+        head = {"shard": shard, "model": model, "update": list(update), "squares": mine[0], "finite": mine[1]}
+        deadline = Deadline.after(WAIT_S)
+        while True:
+            try:
+                pending = self._connected().call(f"{NAME}.report", head)
+                while True:
+                    try:
+                        reply = pending.wait(deadline.sooner(LOOK_S))
+                        return float(reply.head["squares"]), bool(reply.head["finite"])
+                    except Late:
+                        gone = lost()
+                        if gone is not None:
+                            raise gone from None
+                        if deadline.passed:
+                            raise
+            except LinkLost:
+                if deadline.passed:
+                    raise
+                threading.Event().wait(LOOK_S)  # its successor is being named
+
+    def _connected(self) -> Link:
+        with self._lock:
+            if self._link is None or self._link.lost is not None:
+                try:
+                    self._link = self._court.judge()
+                except LinkLost:
+                    raise
+                except EchelonError as error:
+                    raise LinkLost(error.message, remedy=error.remedy) from None
+            return self._link
+
+    def close(self) -> None:
+        with self._lock:
+            if self._link is not None:
+                self._link.close()

@@ -1,0 +1,104 @@
+"""One verdict over all servers: everybody gets the same whole, also after the judge changed, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from echelon.control.handshake import Identity
+from echelon.errors import EchelonError, LinkLost, PeerLost
+from echelon.ps.host import Host
+from echelon.ps.judge import NAME, Judge, Reporter, whole
+from echelon.ps.link import Link
+from tests.unit.test_ps_session import RUN, TOKEN, soon
+
+
+class Court:
+    def __init__(self, shards: int) -> None:
+        self.shards, self.host = shards, Host({NAME: Judge(shards)}, TOKEN, RUN)
+        self.host.start()
+
+    def judge(self) -> Link:
+        if self.host is None:
+            raise LinkLost("nobody judges")
+        return Link.connect(self.host.address, TOKEN, Identity(RUN, "server", 0, 0), soon(1.0))
+
+    def end(self) -> None:
+        host, self.host = self.host, None
+        host.close(soon())
+
+
+@pytest.fixture
+def court():
+    made = Court(3)
+    yield made
+    if made.host is not None:
+        made.end()
+
+
+def ask(reporters, told, update=(-1, 1), lost=lambda: None):
+    found = [None] * len(told)
+
+    def one(shard):
+        try:
+            found[shard] = reporters[shard].verdict(shard, 1, update, told[shard], lost)
+        except EchelonError as error:
+            found[shard] = error
+
+    threads = [threading.Thread(target=one, args=(shard,)) for shard in range(len(told)) if told[shard]]
+    for thread in threads:
+        thread.start()
+    return threads, found
+
+
+def over(threads):
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.case("ps: NaN verdict and clip factor are global")
+def test_every_server_gets_the_same_whole(court):
+    reporters = [Reporter(court) for _ in range(3)]
+    for number in range(1, 20):
+        threads, found = ask(reporters, [(1.0, True), (2.5, True), (0.25, True)], (-1, number))
+        over(threads)
+        assert found == [(3.75, True)] * 3
+    threads, found = ask(reporters, [(1.0, True), (math.nan, False), (0.25, True)], (2, 1))
+    over(threads)
+    assert [finite for _, finite in found] == [False] * 3
+    for reporter in reporters:
+        reporter.close()
+
+
+def test_a_judge_that_dies_has_a_successor_that_hears_everybody_again(court):
+    reporters = [Reporter(court) for _ in range(3)]
+    threads, found = ask(reporters, [(1.0, True), (2.0, True), None])
+    court.end()
+    late, rest = ask(reporters, [None, None, (4.0, True)])
+    court.host = Host({NAME: Judge(3)}, TOKEN, RUN)
+    court.host.start()
+    over([*threads, *late])
+    assert [*found[:2], rest[2]] == [(7.0, True)] * 3
+    for reporter in reporters:
+        reporter.close()
+
+
+def test_nobody_waits_for_the_part_of_a_worker_that_is_gone(court):
+    reporters = [Reporter(court) for _ in range(3)]
+    gone = []
+    threads, found = ask(
+        reporters, [(1.0, True), None, None], lost=lambda: PeerLost("worker 1") if gone else None
+    )
+    gone.append(True)
+    over(threads)
+    assert isinstance(found[0], PeerLost)
+    for reporter in reporters:
+        reporter.close()
+
+
+def test_the_sum_does_not_depend_on_who_came_first():
+    told = {2: (1e-16, True), 0: (1.0, True), 1: (1e-16, True)}
+    assert whole(told) == whole(dict(sorted(told.items())))
