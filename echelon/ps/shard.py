@@ -78,7 +78,7 @@ class Shard:
         self.spec = [tuple(r) for r in ranges]
         self.memory = memory.clone()
         self.values = _views(self.spec, self.memory)
-        self.before = Before(torch.empty_like(memory), self.spec) if keeps else None
+        self.before = Before(torch.zeros_like(memory), self.spec) if keeps else None
         self.arrived = [Arrived() for _ in range(num_workers)]
         self.ranges: dict[tuple[int, int], Range] = {}
         """(Optimizer, key) -> values and that optimizer's state: two that step one parameter do not share it."""
