@@ -83,6 +83,8 @@ class Loop:
             trail.leave(self.mark)
             trail.arrived_at(saved)
             return
+        if self.feed.deal is not None and saved is not None and not saved.done:
+            trail.arrived_at(saved)  # all come back together, and there may be no piece for this worker
         parts = self.parts.epoch(self.epoch, self.owed, self.place)
         try:
             while (part := self._fetch(parts)) is not None:
