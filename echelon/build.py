@@ -100,12 +100,12 @@ def grad_sync(
     if rounds is not None:
         return LocalSync(params, world.device, rounds, **sizes)
     if world.servers is not None and (strategy.dealt or strategy.update == "bounded"):
-        if strategy.clip_norm and len(world.servers) > 1:
-            raise StrategyError(
-                f"clip_norm with workers that are not at one place and {len(world.servers)} servers: each would know only its part of the norm",
-                remedy="Use --servers 1, or update=sync.",
-            )
         if strategy.update == "sync":
+            if strategy.clip_norm and len(world.servers) > 1:
+                raise StrategyError(
+                    f"clip_norm with backup or aggregate and {len(world.servers)} servers: each would know only its part of the norm",
+                    remedy="Use --servers 1, or leave backup out.",
+                )
             need = Need(strategy.backup, strategy.aggregate, strategy.loss == "mean")
             model = world.servers.new_model()
             return FirstSync(params, group, world.servers, model, need, strategy.clip_norm, **sizes)

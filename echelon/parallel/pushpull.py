@@ -302,7 +302,8 @@ class PushSync(AllReduceSync):
         mine = [s for s in self._mine(params) if s.param.grad is not None]
         self._bring(mine)
         found, finite = self.held.squares([s.name for s in mine]) if mine else ([], True)
-        scaled = [x * self.factors.get(s.index, 1.0) ** 2 for x, s in zip(found, mine, strict=True)]
+        squares = zip(found, mine, strict=True)
+        scaled = [x * self.factors.get(s.index, 1.0) ** 2 for of, s in squares for x in of]
         return math.fsum(scaled), finite
 
     def clip(self, params: Iterable[Tensor], factor: float) -> None:

@@ -41,7 +41,7 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
-    from echelon.ps import copies, dealing, local, parts, session
+    from echelon.ps import copies, dealing, judge, local, parts, session
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
     from echelon.ps.site import RunSite
@@ -52,6 +52,7 @@ def serve(member: Member, place: Place) -> int:
     services: dict[str, Service] = {session.NAME: training, copies.NAME: copies.Copying(held)}
     services[dealing.NAME] = deals = dealing.Dealing(place.world_size)
     services[parts.NAME] = parts.Parts(training, held)
+    services[judge.NAME] = judge.Judge(num_servers)
     services[local.NAME] = apart = local.Local(place.world_size)
     host = Host(services, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()

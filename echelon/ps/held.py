@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -219,8 +218,8 @@ class Held:
             self.pulled[index].copy_(x)
         self.swap_in()
 
-    def squares(self, names: Sequence[str]) -> tuple[list[float], bool]:
-        """Each tensor's sum of squares of its global gradient, and whether all are finite. Every worker calls it."""
+    def squares(self, names: Sequence[str]) -> tuple[list[list[float]], bool]:
+        """Each tensor's sums of squares of its global gradient, by range, and whether all are finite. Every worker calls it."""
         number = self.servers.number(self.model)
         keys = self.keys(names)
         pendings = [
@@ -233,8 +232,8 @@ class Held:
             for r, mine in zip(replies, keys, strict=True)
             for key, x in zip(mine, r.head["squares"], strict=True)
         }
-        whole = [math.fsum(found[r.key] for r in self.placement.pieces(name)) for name in names]
-        return whole, all(r.head["finite"] for r in replies)
+        by_tensor = [[found[r.key] for r in self.placement.pieces(name)] for name in names]
+        return by_tensor, all(r.head["finite"] for r in replies)
 
     def apply(
         self, optimizer: int, groups: Sequence[tuple[Recipe, float, Sequence[str]]], unused: Sequence[str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from echelon.clock import Deadline
@@ -25,8 +25,8 @@ WAIT_S = 600.0
 LOOK_S = 0.25
 """How often a server that waits for the others looks whether a worker is gone."""
 
-Summary = tuple[float, bool]
-"""Sum of squares, and whether it is finite."""
+Summary = Sequence[float]
+"""Sums of squares, by range."""
 
 
 class Judge:
@@ -50,16 +50,16 @@ class Judge:
             raise UsageError(f"there is no shard {shard} of {self.num_shards}")
         with self._lock:
             told = self._told.setdefault(key, {})
-            told[shard] = (float(head["squares"]), bool(head["finite"]))
+            told[shard] = [float(x) for x in head["squares"]]
             self._waiting.setdefault(key, []).append(request)
             if len(told) < self.num_shards:
                 return
             waiting = self._waiting.pop(key)
             while len(self._told) > REMEMBERED and len(next(iter(self._told.values()))) == self.num_shards:
                 self._told.popitem(last=False)
-        squares, finite = whole(told)
+        squares = whole(told)
         for one in waiting:
-            one.answer({"squares": squares, "finite": finite})
+            one.answer({"squares": squares})
 
     def gone(self, peer: Peer) -> None:
         with self._lock:
@@ -67,10 +67,10 @@ class Judge:
                 self._waiting[key] = [one for one in waiting if one.peer.link != peer.link]
 
 
-def whole(told: dict[int, Summary]) -> Summary:
-    """Over all shards, in their order: the same on every server."""
-    finite = all(ok for _, ok in told.values())
-    return (math.fsum(told[shard][0] for shard in sorted(told)) if finite else math.nan), finite
+def whole(told: dict[int, Summary]) -> float:
+    """Over all ranges. Rounded once, so it does not depend on how they lie on servers; NaN or infinite if one of them is."""
+    every = [x for shard in sorted(told) for x in told[shard]]
+    return math.fsum(every) if all(map(math.isfinite, every)) else math.nan
 
 
 class Court(Protocol):
@@ -95,18 +95,17 @@ class Reporter:
         update: tuple[int, int],
         mine: Summary,
         lost: Callable[[], PeerLost | None],
-    ) -> Summary:
+    ) -> float:
         """The whole, once every shard was heard. `update` names it: the worker whose it is alone, or -1, and its number. Raises what
         lost() gives, if a worker that the others may wait for is gone."""
-        head = {"shard": shard, "model": model, "update": list(update), "squares": mine[0], "finite": mine[1]}
+        head = {"shard": shard, "model": model, "update": list(update), "squares": list(mine)}
         deadline = Deadline.after(WAIT_S)
         while True:
             try:
                 pending = self._connected().call(f"{NAME}.report", head)
                 while True:
                     try:
-                        reply = pending.wait(deadline.sooner(LOOK_S))
-                        return float(reply.head["squares"]), bool(reply.head["finite"])
+                        return float(pending.wait(deadline.sooner(LOOK_S)).head["squares"])
                     except Late:
                         gone = lost()
                         if gone is not None:

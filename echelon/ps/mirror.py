@@ -36,6 +36,9 @@ class Site(Protocol):
     def connect(self, rank: int) -> Link | None:
         """A connection to that server; None if it cannot be reached now."""
 
+    def judge(self) -> Link:
+        """See judge.Court."""
+
     def copied(self, shard: int, epoch: int, copied: bool) -> bool:
         """Tells the coordinator whether the partner has a whole copy; False if this server does not lead any more."""
 

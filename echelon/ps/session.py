@@ -32,12 +32,14 @@ from torch import Tensor
 from echelon import activity
 from echelon.control.roster import partner
 from echelon.errors import EchelonError, PeerLost, UsageError, WireError, WorldError
+from echelon.ps.adding import add_up
 from echelon.ps.copies import Copies, Copy, loaded
+from echelon.ps.judge import Reporter
 from echelon.ps.mirror import Mirror, Site
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.staleness import Staleness
-from echelon.ps.steps import check_same
+from echelon.ps.steps import check_same, factor_of, named, summary
 from echelon.ps.together import Together, refuse_all
 
 NAME = "train"
@@ -54,6 +56,9 @@ class Training:
         self.copies = copies or Copies(0, num_workers, 1)
         self.mirrors: dict[int, Mirror] = {}
         self.together = Together(num_workers)
+        self.reporter = Reporter(site) if site is not None else None
+        self._gone: set[tuple[int, int]] = set()
+        """Workers whose connection is over, with their incarnation."""
         self.term = self.updates = self.sums = 0
         self._entered: dict[int, tuple[int, int]] = {}
         """Worker -> the term it is in, and its incarnation. Before the first change all are in term 0."""
@@ -84,6 +89,8 @@ class Training:
             raise _senseless(request, error) from None
 
     def gone(self, peer: Peer) -> None:
+        if peer.role == "worker":
+            self._gone.add((peer.rank, peer.incarnation))
         if peer.role == "worker" and peer.incarnation >= self._entered.get(peer.rank, (0, 0))[1]:
             self.together.lose(peer.rank, "ended its connection to a parameter server")
             with self._lock:
@@ -94,6 +101,8 @@ class Training:
     def close(self) -> None:
         for mirror in self.mirrors.values():
             mirror.close()
+        if self.reporter is not None:
+            self.reporter.close()
 
     def stale(self) -> list[int]:
         """By how many updates the parts of all models were behind: p50, p99, max."""
@@ -177,23 +186,8 @@ class Training:
         head = request.head
         all_of_them = self.together.add(("sum", head["model"], head["number"], head.get("part", 0)), request)
         if all_of_them is not None:
-            self._carry_out(all_of_them, lambda: self._add_up(all_of_them))
-
-    def _add_up(self, all_of_them: list[Request]) -> None:
-        parts = [r.tensors[0] for r in all_of_them]
-        if len({(p.dtype, p.numel()) for p in parts}) > 1:
-            told = ", ".join(
-                f"worker {r.peer.rank} {p.numel()} of {p.dtype}"
-                for r, p in zip(all_of_them, parts, strict=True)
-            )
-            raise UsageError(f"the workers' parts of one sum differ: {told}")
-        self.sums += 1
-        total = torch.empty_like(parts[0])
-        torch.add(parts[0], parts[1], out=total) if len(parts) > 1 else total.copy_(parts[0])
-        for part in parts[2:]:
-            total.add_(part)
-        for one in all_of_them:
-            one.answer({}, [total], None if one.peer.local else _keep(total))
+            self.sums += 1
+            self._carry_out(all_of_them, lambda: add_up(all_of_them))
 
     # -- apply=server ----------------------------------------------------------------------------------------------
 
@@ -300,6 +294,8 @@ class Training:
     def _step(self, request: Request) -> None:
         copy, head = self.copies.of(request), request.head
         updates, number = copy.updates, int(head["number"])
+        if head["alone"]:
+            self._clip(copy, [request])
         with copy.lock:
             if self._was_done(copy, request):
                 request.answer({"updates": copy.shard.updates, "stop": updates.stop}, [copy.shard.memory])
@@ -308,23 +304,40 @@ class Training:
                 step = partial(self._update, copy, [request], updates.next)
                 self._carry_out([request], lambda: updates.alone(request, step))
                 return
-        shard = self.copies.shard_of(request)
-        all_of_them = self.together.add(("step", shard, head["model"], number), request)
+        key = ("step", self.copies.shard_of(request), head["model"], number)
+        all_of_them = self.together.add(key, request)
         if all_of_them is None:
             return
-        differs = check_same(all_of_them)
-        if differs is not None:
-            refuse_all(all_of_them, differs)
+        try:
+            check_same(all_of_them)
+            self._clip(copy, all_of_them)
+        except EchelonError as error:
+            refuse_all(all_of_them, error)
             return
         with copy.lock:
             for due in updates.complete(number, all_of_them):
                 step = partial(self._update, copy, due, int(due[0].head["number"]) + 1)
                 self._carry_out(due, partial(updates.carry_out, due, step))
 
+    def _clip(self, copy: Copy, parts: list[Request]) -> None:
+        """How far an update is clipped, where other servers hold the rest of its norm. Without any lock: they may wait for each other."""
+        head, first = parts[0].head, parts[0].peer
+        clip_norm = float(head["clip_norm"])
+        if clip_norm <= 0 or self.copies.num_servers < 2 or self.reporter is None:
+            return
+
+        def lost() -> PeerLost | None:
+            if not head["alone"]:
+                return self.together.lost
+            return PeerLost(f"{first} is gone") if (first.rank, first.incarnation) in self._gone else None
+
+        about = (self.copies.shard_of(parts[0]), int(head["model"]), named(parts))
+        squares = self.reporter.verdict(*about, summary(copy.shard, parts), lost)
+        copy.updates.factors[named(parts)] = factor_of(squares, clip_norm)
+
     def _all(self, request: Request, what: str) -> list[Request] | None:
         """All workers' requests, if they ask for the same."""
-        head = request.head
-        shard = self.copies.shard_of(request)
+        head, shard = request.head, self.copies.shard_of(request)
         all_of_them = self.together.add((what, shard, head["model"], head["number"]), request)
         for other in all_of_them[1:] if all_of_them else []:
             first = all_of_them[0].head  # type: ignore[index]
@@ -383,8 +396,3 @@ class Training:
 
 def _senseless(request: Request, error: Exception) -> WireError:
     return WireError(f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"[:500])
-
-
-def _keep(*tensors: Tensor) -> Callable[[], Any]:
-    """Holds tensors until it is called and let go of."""
-    return lambda: tensors and None

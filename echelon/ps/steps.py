@@ -63,6 +63,8 @@ class Updates:
         self.stop = False
         """Somebody was asked to stop: every answer says so from then on."""
         self.counted = Counted()
+        self.factors: dict[tuple[int, int], float] = {}
+        """Update, as named() has it -> how far it is clipped, where that was decided over several servers."""
         self.then: dict[int, Tensor] = {}
         """Worker -> the values that it computes on, where its gradients are compensated for their delay: one more copy of this
         server's ranges for each worker."""
@@ -112,7 +114,9 @@ class Updates:
                 {k: _compensated(g, shard.values[k], then[k], rule.compensation) for k, g in parts[0].items()}
             ]
         sums = {key: _sum([p[key] for p in parts]) for _, keys in groups for key in keys}
-        factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
+        factor = self.factors.pop(named(requests), None)
+        if factor is None:
+            factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
         for request in requests:
             self.staleness.add(max(0, shard.updates - int(request.head["version"])))
         step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key, out: sums[key])
@@ -150,23 +154,39 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return out
 
 
+def named(requests: list[Request]) -> tuple[int, int]:
+    """The update that these are the parts of: the worker whose it is alone, or -1, and its number."""
+    first = requests[0]
+    return (first.peer.rank if first.head["alone"] else -1), int(first.head["number"])
+
+
+def summary(shard: Shard, requests: list[Request]) -> list[float]:
+    """Of the parts' sum over what this server holds: squares, by range."""
+    parts = [parts_of(shard, request) for request in requests]
+    used = {int(key) for request in requests for key in request.head["used"]}
+    keys = [key for _, keys in requests[0].head["groups"] for key in keys if key in used]
+    return [update.sum_of_squares(_sum([part[key] for part in parts])) for key in keys]
+
+
 def clip_factor(sums: Sequence[Tensor], clip_norm: float) -> float:
-    """As torch.nn.utils.clip_grad_norm_, over what this server holds: everything, or clip_norm was refused."""
+    """As torch.nn.utils.clip_grad_norm_, over what this server holds: everything, or others were asked (judge.py)."""
     if clip_norm <= 0:
         return 1.0
-    norm = math.sqrt(math.fsum(update.sum_of_squares(x) for x in sums))
-    factor = clip_norm / (norm + 1e-6)
+    return factor_of(math.fsum(update.sum_of_squares(x) for x in sums), clip_norm)
+
+
+def factor_of(squares: float, clip_norm: float) -> float:
+    factor = clip_norm / (math.sqrt(squares) + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
 
-def check_same(requests: list[Request]) -> UsageError | None:
-    """Do all workers step by the same numbers?"""
+def check_same(requests: list[Request]) -> None:
+    """Do all workers step by the same numbers? Raises UsageError if not."""
     first = requests[0]
     for other in requests[1:]:
         for name in ("optimizer", "groups", "clip_norm"):
             if other.head[name] != first.head[name]:
-                return UsageError(
+                raise UsageError(
                     f"worker {other.peer.rank} steps with another {name} than worker {first.peer.rank}",
                     remedy="Learning rates, parameter groups and clipping must be the same on every worker.",
                 )
-    return None

@@ -205,7 +205,6 @@ def test_a_run_goes_on_with_other_servers_or_none(saved, places):
 @pytest.mark.case("ps,update=bounded: no staleness is sync, bit for bit")
 @pytest.mark.parametrize(("workers", "servers"), SIZES)
 def test_bounded_without_staleness_is_sync_bit_for_bit(served, workers, servers):
-    """Cells that clip are refused where several servers would each know a part of the norm."""
     for results in served(workers, servers):
         cells = [
             case

@@ -288,7 +288,7 @@ def test_while_nothing_counts_servers_are_not_asked():
     flat = torch.ones(12)
     pushes = held.push(flat, held.runs(["a", "b"], [0, 5]))
     held.take_back(pushes)
-    assert held.squares(["a", "b"]) == ([0.0, 0.0], True)
+    assert held.squares(["a", "b"]) == ([[0.0], [0.0]], True)
     assert held.state(0, ["a"]) == {}
     assert torch.equal(params[0][1], torch.ones(5))
     servers.pretend(False)

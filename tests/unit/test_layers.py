@@ -114,6 +114,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.copies",
     "echelon.ps.mirror",
     "echelon.ps.judge",
+    "echelon.ps.adding",
     "echelon.ps.route",
     "echelon.ps.site",
     "echelon.ps.held",

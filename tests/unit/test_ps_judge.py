@@ -63,25 +63,25 @@ def over(threads):
 def test_every_server_gets_the_same_whole(court):
     reporters = [Reporter(court) for _ in range(3)]
     for number in range(1, 20):
-        threads, found = ask(reporters, [(1.0, True), (2.5, True), (0.25, True)], (-1, number))
+        threads, found = ask(reporters, [[1.0], [2.5], [0.125, 0.125]], (-1, number))
         over(threads)
-        assert found == [(3.75, True)] * 3
-    threads, found = ask(reporters, [(1.0, True), (math.nan, False), (0.25, True)], (2, 1))
+        assert found == [3.75] * 3
+    threads, found = ask(reporters, [[1.0], [math.nan], [0.25]], (2, 1))
     over(threads)
-    assert [finite for _, finite in found] == [False] * 3
+    assert all(math.isnan(x) for x in found)
     for reporter in reporters:
         reporter.close()
 
 
 def test_a_judge_that_dies_has_a_successor_that_hears_everybody_again(court):
     reporters = [Reporter(court) for _ in range(3)]
-    threads, found = ask(reporters, [(1.0, True), (2.0, True), None])
+    threads, found = ask(reporters, [[1.0], [2.0], None])
     court.end()
-    late, rest = ask(reporters, [None, None, (4.0, True)])
+    late, rest = ask(reporters, [None, None, [4.0]])
     court.host = Host({NAME: Judge(3)}, TOKEN, RUN)
     court.host.start()
     over([*threads, *late])
-    assert [*found[:2], rest[2]] == [(7.0, True)] * 3
+    assert [*found[:2], rest[2]] == [7.0] * 3
     for reporter in reporters:
         reporter.close()
 
@@ -89,9 +89,7 @@ def test_a_judge_that_dies_has_a_successor_that_hears_everybody_again(court):
 def test_nobody_waits_for_the_part_of_a_worker_that_is_gone(court):
     reporters = [Reporter(court) for _ in range(3)]
     gone = []
-    threads, found = ask(
-        reporters, [(1.0, True), None, None], lost=lambda: PeerLost("worker 1") if gone else None
-    )
+    threads, found = ask(reporters, [[1.0], None, None], lost=lambda: PeerLost("worker 1") if gone else None)
     gone.append(True)
     over(threads)
     assert isinstance(found[0], PeerLost)
@@ -100,5 +98,5 @@ def test_nobody_waits_for_the_part_of_a_worker_that_is_gone(court):
 
 
 def test_the_sum_does_not_depend_on_who_came_first():
-    told = {2: (1e-16, True), 0: (1.0, True), 1: (1e-16, True)}
+    told = {2: [1e-16, 3.0], 0: [1.0], 1: [1e-16]}
     assert whole(told) == whole(dict(sorted(told.items())))
