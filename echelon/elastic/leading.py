@@ -65,12 +65,14 @@ class Leading:
 
     def fell(self, rank: int, reason: str) -> list[Moved]:
         """A server is gone."""
-        found, moves = leads.fell(self.leads, rank, reason)
-        if found != self.leads:
+        before = self.leads
+        found, moves = leads.fell(before, rank, reason)
+        if found != before:
             self._set(found)
-        for move in moves:
-            if not move.lead.lost:
-                self._tell(move.shard, reason)
+        moved = {move.shard for move in moves}
+        for shard, lead in enumerate(found):
+            if lead != before[shard] and not lead.lost:
+                self._tell(shard, reason if shard in moved else "")
         return moves
 
     @property

@@ -157,7 +157,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 def named(requests: list[Request]) -> tuple[int, int]:
     """The update that these are the parts of: the worker whose it is alone, or -1, and its number."""
     first = requests[0]
-    return (first.peer.rank if first.head["alone"] else -1), int(first.head["number"])
+    return (first.peer.rank if first.head.get("alone") else -1), int(first.head.get("number", 0))
 
 
 def summary(shard: Shard, requests: list[Request]) -> list[float]:

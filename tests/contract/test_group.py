@@ -60,7 +60,7 @@ def test_threads(check, size):
     ("backend", "workers"),
     [
         ("gloo", 1),
-        ("gloo", 3),
+        pytest.param("gloo", 3, marks=pytest.mark.slow),
         ("native", 1),
         ("native", 3),
         pytest.param("native", 5, marks=pytest.mark.slow),

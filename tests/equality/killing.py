@@ -14,7 +14,7 @@ from pathlib import Path
 class Killer:
     """Kills random processes of these roles in the run whose folder this is, until it is told to stop."""
 
-    def __init__(self, folder: Path, seed: int, roles: tuple[str, ...] = ("server",), pause_s: float = 0.5):
+    def __init__(self, folder: Path, seed: int, roles: tuple[str, ...] = ("server",), pause_s: float = 0.3):
         self.folder, self.roles, self.pause_s = folder, roles, pause_s
         self.rng = random.Random(seed)
         self.killed: list[tuple[str, int]] = []

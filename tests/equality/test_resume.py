@@ -55,6 +55,7 @@ def test_stopped_and_resumed_gives_the_same_bits(stopped, name):
     assert_same_bits(stopped(1, NAMES), name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.case("--resume gives the same bits")
 @pytest.mark.case("compress: resumed with the same bits")
@@ -103,6 +104,7 @@ def test_saved_at_4_and_loaded_at(saved, workers):
         assert_every_sample_once(kind, before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.case("saved at 4, loaded at any")
 def test_and_back(saved):
     folder, before = saved(4, STOP, None)

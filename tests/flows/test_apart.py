@@ -36,7 +36,7 @@ for epoch in run.epochs(int(sys.argv[1])):
 
 @pytest.mark.timeout(180)
 @pytest.mark.case("ps,update=async: SIGTERM and --resume")
-@pytest.mark.parametrize("update", ["async", "bounded,staleness=2"])
+@pytest.mark.parametrize("update", ["async", pytest.param("bounded,staleness=2", marks=pytest.mark.slow)])
 def test_sigterm_stops_workers_wherever_they_are_and_resume_takes_the_rest(start_run, tmp_path, update):
     options = ("--servers", "1", "--strategy", f"ps,update={update}", "--name", "apart")
     running = start_run(SCRIPT, "16", workers=3, options=options)

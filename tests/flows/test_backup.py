@@ -52,7 +52,7 @@ def _counted(told):
 
 @pytest.mark.timeout(180)
 @pytest.mark.case("ps,backup: late parts are dropped and dealt again")
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_late_parts_are_dropped_and_every_sample_is_in_one_update(start_run, tmp_path, servers):
     options = ("--servers", str(servers), "--strategy", "ps,backup=1")
     result = start_run(SCRIPT, str(EPOCHS), "0.2", workers=4, options=options).wait(120)

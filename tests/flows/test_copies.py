@@ -24,7 +24,9 @@ def begun(start_run, strategy: str, epochs: str, servers: int = 2, workers: int 
 
 @pytest.mark.timeout(240)
 @pytest.mark.case("ps: kill -9 of a server with a copy")
-@pytest.mark.parametrize("strategy", ["ps,update=async", "ps,update=bounded,staleness=2"])
+@pytest.mark.parametrize(
+    "strategy", ["ps,update=async", pytest.param("ps,update=bounded,staleness=2", marks=pytest.mark.slow)]
+)
 def test_workers_go_on_with_the_copy_and_a_new_server_is_filled(start_run, tmp_path, strategy):
     before = segments()
     running, killer = begun(start_run, strategy, "40")

@@ -336,6 +336,7 @@ def test_tensorboard_files_on_request(echelon_run):
     assert scalars(result.run_dir / "tensorboard") == [(1, "loss", 0.5), (2, "loss", 1.0)]
 
 
+@pytest.mark.slow
 def test_a_script_may_ask_for_tensorboard_files_itself(echelon_run):
     pytest.importorskip("tensorboard")
     result = echelon_run(LOOP.format(fields="tensorboard=True"))

@@ -56,9 +56,7 @@ def seen(folder: Path) -> int:
 
 @pytest.mark.timeout(240)
 @pytest.mark.case("ps,update=local: SIGTERM and --resume")
-@pytest.mark.parametrize(
-    "form", [FORMS[0], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:])]
-)
+@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.slow) for form in FORMS])
 def test_sigterm_stops_workers_wherever_they_are_and_resume_takes_the_rest(start_run, tmp_path, form):
     running = start_run(SCRIPT, "8", "0.02", "", workers=3, options=options(form))
     running.until(lambda: running.shows("epoch 1"), 90)

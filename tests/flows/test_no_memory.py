@@ -112,7 +112,7 @@ def test_a_tiny_and_full_dev_shm_does_not_matter(tmp_path):
         "run = echelon.init()\n"
         "model = run.prepare(torch.nn.Linear(500, 500))\n"
         "model(torch.ones(2, 500)).sum().backward()\n"
-        "print('backend', type(run.world.gradients).__name__)\n"
+        "print('backend', type(run.world.gradients.inner).__name__)\n"
     )
     small = "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && exec \"$@\""  # fmt: skip
     command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "-m", "echelon", "run", "--workers", "2", "train.py"]  # fmt: skip
