@@ -127,7 +127,7 @@ def test_killed_workers_are_started_again_and_no_bit_is_changed(start_run, tmp_p
     print(f"seed {seed}")
     calm, _ = calm_weights(start_run, tmp_path, "0", "5")
     running = start_run(TRAIN, "0.2", "5", workers=3, options=SERVED)
-    running.until(lambda: running.shows("same answer"), WAIT_S)  # until then, the latest run may be the calm one
+    running.until(lambda: running.shows("same answer"), WAIT_S)  # else the calm run is the latest
     # in mid-step
     at_step(running, rng.randint(1, 6))
     time.sleep(rng.uniform(0, 0.1))
