@@ -14,6 +14,7 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.shard import Shard
 from echelon.ps.steps import Updates
+from echelon.ps.together import sense
 
 NAME = "copy"
 
@@ -95,6 +96,10 @@ class Copying:
             raise UsageError(
                 f"{request.peer} called {request.verb} of {NAME}, which servers offer each other"
             )
+        with sense(request):
+            self._follow(request)
+
+    def _follow(self, request: Request) -> None:
         shard, epoch = int(request.head["shard"]), int(request.head["epoch"])
         with self.copies.lock:
             known = max(self.copies.following.get(shard, -1), self.copies.leading.get(shard, -1))

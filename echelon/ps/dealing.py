@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from echelon import activity
-from echelon.errors import UsageError, WireError
+from echelon.errors import UsageError
 from echelon.ps.deciding import Answer, Decider
 from echelon.ps.pieces import Pieces
 from echelon.ps.service import Peer, Request
+from echelon.ps.together import sense
 
 NAME = "deal"
-SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
 
 Epoch = tuple[int, int]
 """(The loader's number, epoch)."""
@@ -90,14 +90,10 @@ class Dealing:
         if verb is None or request.peer.role != "worker":
             raise UsageError(f"{request.peer} called {request.verb}, which servers do not offer it")
         activity.moved()
-        try:
-            with self._lock:
-                if request.peer.rank not in self.live:
-                    raise UsageError(f"{request.peer} is gone: what it had was dealt to others")
-                answers = [*verb(request), *self._look()]
-        except SENSELESS as error:
-            text = f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"
-            raise WireError(text[:500]) from None
+        with sense(request), self._lock:
+            if request.peer.rank not in self.live:
+                raise UsageError(f"{request.peer} is gone: what it had was dealt to others")
+            answers = [*verb(request), *self._look()]
         for answer in answers:
             answer()
 

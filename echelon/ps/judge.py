@@ -16,6 +16,7 @@ from echelon.clock import Deadline
 from echelon.errors import EchelonError, Late, LinkLost, PeerLost, UsageError
 from echelon.ps.link import Link
 from echelon.ps.service import Peer, Request
+from echelon.ps.together import refuse_all, sense
 
 NAME = "judge"
 REMEMBERED = 4096
@@ -44,19 +45,21 @@ class Judge:
             raise UsageError(
                 f"{request.peer} called {request.verb} of {NAME}, which servers offer each other"
             )
-        key = (int(head["model"]), *map(int, head["update"]))
-        shard = int(head["shard"])
+        with sense(request):
+            key = (int(head["model"]), *map(int, head["update"]))
+            shard, mine = int(head["shard"]), [float(x) for x in head["squares"]]
         if not 0 <= shard < self.num_shards:
             raise UsageError(f"there is no shard {shard} of {self.num_shards}")
         with self._lock:
             told = self._told.setdefault(key, {})
-            told[shard] = [float(x) for x in head["squares"]]
+            if len(self._told) > REMEMBERED:  # the oldest: whole, or nobody waits for it any more
+                old, _ = self._told.popitem(last=False)
+                refuse_all(self._waiting.pop(old, []), PeerLost("this update was given up"))
+            told[shard] = mine
             self._waiting.setdefault(key, []).append(request)
             if len(told) < self.num_shards:
                 return
             waiting = self._waiting.pop(key)
-            while len(self._told) > REMEMBERED and len(next(iter(self._told.values()))) == self.num_shards:
-                self._told.popitem(last=False)
         squares = whole(told)
         for one in waiting:
             one.answer({"squares": squares})

@@ -15,15 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from echelon import activity
-from echelon.errors import EchelonError, UsageError, WireError
+from echelon.errors import UsageError
 from echelon.ps.meetings import Place, Verdict, verdict, weights
 from echelon.ps.outer import Outer
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
-from echelon.ps.together import Together, refuse_all
+from echelon.ps.together import Together, carry_out, sense
 
 NAME = "local"
-SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
 """What a head of the wrong form ends in, wherever it is first read."""
 
 
@@ -59,10 +58,8 @@ class Local:
         if not 0 <= request.peer.rank < self.num_workers:
             raise UsageError(f"there is no worker {request.peer.rank} of {self.num_workers}")
         activity.moved()
-        try:
+        with sense(request):
             verb(request)
-        except SENSELESS as error:
-            raise _senseless(request, error) from None
 
     def gone(self, peer: Peer) -> None:
         if peer.role == "worker":
@@ -81,7 +78,7 @@ class Local:
         number = int(request.head["model"])
         all_of_them = self.together.add(("open", number), request)
         if all_of_them is not None:
-            self._carry_out(all_of_them, lambda: self._begin(number, all_of_them))
+            carry_out(all_of_them, lambda: self._begin(number, all_of_them))
 
     def _begin(self, number: int, requests: list[Request]) -> None:
         first = requests[0]
@@ -105,7 +102,7 @@ class Local:
         all_of_them = self.together.add(key, request)
         if all_of_them is not None:
             with model.lock:
-                self._carry_out(all_of_them, lambda: self._agree(model, all_of_them))
+                carry_out(all_of_them, lambda: self._agree(model, all_of_them))
 
     def _agree(self, model: Model, requests: list[Request]) -> None:
         decided = verdict([Place.from_plain(one.head["place"]) for one in requests])
@@ -120,14 +117,6 @@ class Local:
             self.updates += 1
         for one in requests:
             one.answer({**_told(decided), "moved": bool(parts)}, [model.outer.memory] if parts else [])
-
-    def _carry_out(self, requests: list[Request], act: Callable[[], None]) -> None:
-        try:
-            act()
-        except EchelonError as error:
-            refuse_all(requests, error)
-        except SENSELESS as error:
-            refuse_all(requests, _senseless(requests[0], error))
 
     # -- one by one (geo) ------------------------------------------------------------------------------------------
 
@@ -172,7 +161,3 @@ class Local:
 
 def _told(decided: Verdict) -> dict[str, Any]:
     return {"passed": decided.passed, "ended": decided.ended, "stop": decided.stop}
-
-
-def _senseless(request: Request, error: Exception) -> WireError:
-    return WireError(f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"[:500])

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from echelon import activity
-from echelon.errors import UsageError, WireError
+from echelon.errors import UsageError
 from echelon.ps.copies import Copies, Copy
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
-from echelon.ps.session import SENSELESS, Training
+from echelon.ps.session import Training
 from echelon.ps.steps import clip_factor, parts_of
+from echelon.ps.together import sense
 
 NAME = "part"
 
@@ -36,11 +37,8 @@ class Parts:
         activity.moved()
         if request.peer.role != "worker" or request.verb not in ("hold", "fold"):
             raise UsageError(f"{request.peer} called {request.verb}, which servers do not offer it")
-        try:
+        with sense(request):
             self._hold(request) if request.verb == "hold" else self._fold(request)
-        except SENSELESS as error:
-            text = f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"
-            raise WireError(text[:500]) from None
 
     def gone(self, peer: Peer) -> None:
         pass  # what it sent may still count

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from echelon import activity
 from echelon.control.roster import partner
-from echelon.errors import EchelonError, PeerLost, UsageError, WireError, WorldError
+from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
 from echelon.ps.adding import add_up
 from echelon.ps.copies import Copies, Copy, loaded
 from echelon.ps.judge import Reporter
@@ -40,11 +40,9 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.staleness import Staleness
 from echelon.ps.steps import check_same, factor_of, named, summary
-from echelon.ps.together import Together, refuse_all
+from echelon.ps.together import Together, carry_out, refuse_all, sense
 
 NAME = "train"
-SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
-"""What a head of the wrong form ends in, wherever it is first read."""
 
 
 class Training:
@@ -83,10 +81,8 @@ class Training:
         outside = request.verb in ("enter", "lead")
         if not outside and self._entered.get(request.peer.rank, (0, 0))[0] < self.term:
             raise PeerLost(f"{request.peer} called {request.verb} in a term that is over")
-        try:
+        with sense(request):
             verb(request)
-        except SENSELESS as error:
-            raise _senseless(request, error) from None
 
     def gone(self, peer: Peer) -> None:
         if peer.role == "worker":
@@ -142,7 +138,7 @@ class Training:
     def _settle(self, request: Request) -> None:
         all_of_them = self.together.add(("settle", self.term, self.copies.shard_of(request)), request)
         if all_of_them is not None:
-            self._carry_out(all_of_them, lambda: self._go_back(all_of_them))
+            carry_out(all_of_them, lambda: self._go_back(all_of_them))
 
     def _go_back(self, requests: list[Request]) -> None:
         number = self.copies.shard_of(requests[0])
@@ -187,7 +183,7 @@ class Training:
         all_of_them = self.together.add(("sum", head["model"], head["number"], head.get("part", 0)), request)
         if all_of_them is not None:
             self.sums += 1
-            self._carry_out(all_of_them, lambda: add_up(all_of_them))
+            carry_out(all_of_them, lambda: add_up(all_of_them))
 
     # -- apply=server ----------------------------------------------------------------------------------------------
 
@@ -202,19 +198,9 @@ class Training:
             waiting = [(request, spec)]
             if request.peer.rank == 0 and at not in self.copies.held:
                 waiting = [*self._early.pop(at, []), *waiting]
-                try:
-                    copy = self.copies.make(spec, request.tensors[0])
-                    if request.head.get("replicas"):
-                        mirror = self.mirrors.get(at[0]) or self._mirror(at[0], there=True)
-                        if mirror is not None:
-                            mirror.begin(at[1], copy)
-                except EchelonError as error:
-                    refuse_all([one for one, _ in waiting], error)
+                carry_out([one for one, _ in waiting], partial(self._make, at, spec, request))
+                if at not in self.copies.held:
                     return
-                except SENSELESS as error:
-                    refuse_all([one for one, _ in waiting], _senseless(request, error))
-                    return
-                self.copies.held[at] = copy
             elif at not in self.copies.held:
                 self._early.setdefault(at, []).append((request, spec))
                 return
@@ -226,6 +212,14 @@ class Training:
                 )
             else:
                 one.answer({"updates": shard.updates, "held": self.term > 0})
+
+    def _make(self, at: tuple[int, int], spec: list[tuple[Any, ...]], request: Request) -> None:
+        copy = self.copies.make(spec, request.tensors[0])
+        if request.head.get("replicas"):
+            mirror = self.mirrors.get(at[0]) or self._mirror(at[0], there=True)
+            if mirror is not None:
+                mirror.begin(at[1], copy)
+        self.copies.held[at] = copy
 
     def _push(self, request: Request) -> None:
         copy, head = self.copies.of(request), request.head
@@ -247,7 +241,7 @@ class Training:
         all_of_them = self._all(request, "squares")
         if all_of_them is not None:
             with copy.lock:
-                self._carry_out(all_of_them, lambda: self._tell_squares(copy, all_of_them))
+                carry_out(all_of_them, lambda: self._tell_squares(copy, all_of_them))
 
     def _tell_squares(self, copy: Copy, requests: list[Request]) -> None:
         found, finite = copy.shard.squares(requests[0].head["keys"])
@@ -266,7 +260,7 @@ class Training:
         all_of_them = self._all(request, "apply")
         if all_of_them is not None:
             with copy.lock:
-                self._carry_out(all_of_them, lambda: self._apply_all(copy, all_of_them))
+                carry_out(all_of_them, lambda: self._apply_all(copy, all_of_them))
 
     def _was_done(self, copy: Copy, request: Request) -> bool:
         return int(request.head["number"]) <= copy.done.get(request.peer.rank, -1)
@@ -302,7 +296,7 @@ class Training:
                 return
             if head["alone"]:
                 step = partial(self._update, copy, [request], updates.next)
-                self._carry_out([request], lambda: updates.alone(request, step))
+                carry_out([request], lambda: updates.alone(request, step))
                 return
         key = ("step", self.copies.shard_of(request), head["model"], number)
         all_of_them = self.together.add(key, request)
@@ -317,7 +311,7 @@ class Training:
         with copy.lock:
             for due in updates.complete(number, all_of_them):
                 step = partial(self._update, copy, due, int(due[0].head["number"]) + 1)
-                self._carry_out(due, partial(updates.carry_out, due, step))
+                carry_out(due, partial(updates.carry_out, due, step))
 
     def _clip(self, copy: Copy, parts: list[Request]) -> None:
         """How far an update is clipped, where other servers hold the rest of its norm. Without any lock: they may wait for each other."""
@@ -350,14 +344,6 @@ class Training:
                 refuse_all(all_of_them, error)  # type: ignore[arg-type]
                 return None
         return all_of_them
-
-    def _carry_out(self, requests: list[Request], act: Callable[[], None]) -> None:
-        try:
-            act()
-        except EchelonError as error:
-            refuse_all(requests, error)
-        except SENSELESS as error:
-            refuse_all(requests, _senseless(requests[0], error))
 
     def _values(self, request: Request) -> None:
         copy, values = self.copies.of(request), request.tensors[0]
@@ -392,7 +378,3 @@ class Training:
             told = {key: head[key] for key in ("optimizer", "recipes", "state")}
             self._mirrored(self.copies.shard_of(request), "load", int(head["model"]), told, *request.tensors)
         request.answer()
-
-
-def _senseless(request: Request, error: Exception) -> WireError:
-    return WireError(f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"[:500])

@@ -1,11 +1,13 @@
-"""Calls that belong together: one of each worker. The last one to come carries out what all of them asked for."""
+"""Calls that belong together: one of each worker. The last one to come carries out what all of them asked for. And what becomes of
+calls that make no sense."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 
-from echelon.errors import EchelonError, PeerLost, UsageError
+from echelon.errors import EchelonError, PeerLost, UsageError, WireError
 from echelon.ps.service import Request
 
 
@@ -62,6 +64,29 @@ class Together:
             return {
                 k: sorted(set(range(self.num_workers)) - here.keys()) for k, here in self._waiting.items()
             }
+
+
+SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
+"""What a head of the wrong form ends in, wherever it is first read."""
+
+
+@contextlib.contextmanager
+def sense(request: Request) -> Iterator[None]:
+    """Whoever sent a head of the wrong form is told so."""
+    try:
+        yield
+    except SENSELESS as error:
+        told = f"{request.verb} of {request.peer} makes no sense: {type(error).__name__} {error}"
+        raise WireError(told[:500]) from None
+
+
+def carry_out(requests: list[Request], act: Callable[[], None]) -> None:
+    """What all of them asked for; what is wrong with it is told to all."""
+    try:
+        with sense(requests[0]):
+            act()
+    except EchelonError as error:
+        refuse_all(requests, error)
 
 
 def refuse_all(requests: list[Request], error: EchelonError) -> None:
