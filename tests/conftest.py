@@ -54,13 +54,13 @@ class Running:
                 command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **popen
             )
 
-    def wait(self, timeout_s: float = 60.0) -> Result:
+    def wait(self, timeout_s: float = 120.0) -> Result:
         code = self.process.wait(timeout_s)
         seconds = time.monotonic() - self.started
         return Result(code, self._out.read_text("utf-8", "replace"), self._err.read_text("utf-8", "replace"),
                       self.run_dir.resolve(), seconds)  # fmt: skip
 
-    def until(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         """Polls until `condition()` is true, and gives it; fails with what the run said at the timeout."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -190,7 +190,7 @@ class Member:
         beat, and not this thread, without which the rank would count as silent."""
         if self.report is None and self.place.role not in ("worker", "server"):
             return {}
-        beat: Sign = Serving(doing="serving") if self.place.role == SERVER else Beat(doing="starting")
+        beat: Sign = (Serving if self.place.role == SERVER else Beat)(doing="starting")
         if self.report is not None:
             with contextlib.suppress(Exception):
                 beat = self.report()

@@ -101,17 +101,27 @@ CLIPPED = """
 """
 
 
+UNTIL = """
+    import os, time
+    print("up", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+"""
+"""UP, but until there is a file `go`."""
+
+
 def up(running: Running) -> None:
     """All workers and both servers are there and have joined."""
     running.until(lambda: running.shows("up (×2)") or (running.shows("0] up") and running.shows("1] up")))
+    running.until(lambda: signs(running) == {0, 1})
+
+
+def signs(running: Running, doing: str = "", after: int = 0) -> set[int]:
+    """Which servers gave a sign of life, and said that they are `doing` this, `after` so many lines of the run's events."""
     events = running.run_dir / "events.jsonl"
-
-    def joined() -> bool:
-        text = events.read_text() if events.exists() else ""
-        told = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        return {e["rank"] for e in told if e["event"] == "Serving"} == {0, 1}
-
-    running.until(joined)
+    lines = events.read_text().splitlines()[after:] if events.exists() else []
+    told = [json.loads(line) for line in lines if line.endswith("}")]
+    return {e["rank"] for e in told if e["event"] == "Serving" and doing in (e["doing"], "")}
 
 
 def processes(run_dir: Path) -> dict[tuple[str, int], dict]:
@@ -129,7 +139,7 @@ def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.case("a server's seat is its own")
 def test_servers_start_serve_and_leave_with_the_run(start_run, tmp_path):
     before = segments()
-    running = start_run(UP, "6", options=PS)
+    running = start_run(UNTIL, options=PS)
     up(running)
     running.until(lambda: (running.run_dir / "journal.jsonl").read_text().count("ps/server/") >= 2, 60)
     for rank in range(2):
@@ -146,9 +156,11 @@ def test_servers_start_serve_and_leave_with_the_run(start_run, tmp_path):
             "2",
         )
         assert "ECHELON_TOKEN" not in told
+    running.until(lambda: signs(running, "serving") == {0, 1})
     status = command("status", "latest", folder=tmp_path).stdout
     assert re.search(r"server 1 +pid \d+ +alive, serving", status), status
     assert re.search(r"worker 1 +pid \d+ +alive", status), status
+    (tmp_path / "go").touch()
     result = running.wait()
     assert result.code == 0, result.err
     wait_for_nothing(tmp_path, before, LIMIT_S)
@@ -165,10 +177,13 @@ def test_servers_start_serve_and_leave_with_the_run(start_run, tmp_path):
 
 
 @pytest.mark.case("coordinator restarts")
-def test_servers_outlive_a_coordinator_that_is_killed(start_run):
-    running = start_run(UP, "4", options=PS)
+def test_servers_outlive_a_coordinator_that_is_killed(start_run, tmp_path):
+    running = start_run(UNTIL, options=PS)
     up(running)
+    running.until(lambda: signs(running, "serving") == {0, 1})
     running.kill("coordinator")
+    running.until(lambda: running.shows("is started again"))
+    (tmp_path / "go").touch()
     result = running.wait()
     assert result.code == 0, result.err
     assert "the coordinator ended (exit code 137) and is started again" in result.err
@@ -436,13 +451,6 @@ main()
 """
 """The command line with another decision than this version's: whatever dies is started again."""
 
-UNTIL = """
-    import os, time
-    print("up", flush=True)
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-"""
-
 
 @pytest.mark.case("what is started again takes its old seat")
 @pytest.mark.parametrize("role", ["server", "worker"])
@@ -462,6 +470,9 @@ def test_what_is_started_again_takes_its_old_seat(tmp_path, role):
         up(running)
         running.kill(role, 1)
         running.until(lambda: seats() == [(0, "joined"), (0, "dead"), (1, "joined")])
+        if role == "server":  # one that is sent home before it serves is ended, not waited for
+            known = len((running.run_dir / "events.jsonl").read_text().splitlines())
+            running.until(lambda: 1 in signs(running, "serving", after=known))
         (tmp_path / "go").touch()
         result = running.wait()
     finally:
