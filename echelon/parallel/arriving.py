@@ -124,7 +124,8 @@ class Arrivals:
         self.held, self.params, self.waited = held, params, waited
         self.wanted = True
         """False where something reads all values after every step: they come faster with its answer."""
-        self.first = True
+        self.first, self.hidden = True, 0
+        """Before the first step; and steps so far whose values came later."""
         self.never: Lost | None = None
         """Values of a step that was committed will never come: parameters here are of no use any more."""
         self.order: list[str] | None = None
@@ -173,6 +174,7 @@ class Arrivals:
             increment_version(self.params.values())  # a graph of before may not be used any more, as in torch
         note()
         if hidden:
+            self.hidden += 1
             self._begin()
 
     def check(self) -> None:
@@ -229,12 +231,12 @@ class Arrivals:
         except EchelonError as error:
             self.never = self.never or lost(error)
         finally:
-            for name in names:
-                param = self.params[name]
-                param.__class__ = nn.Parameter
-                _coming.pop(id(param), None)
-            self._left.difference_update(names)
             self.waited(time.perf_counter() - began)
+        for name in names:  # not after Ctrl-C: they are still on their way
+            param = self.params[name]
+            param.__class__ = nn.Parameter
+            _coming.pop(id(param), None)
+        self._left.difference_update(names)
         if not self._left and self.order is None and self._touched:
             touched = set(self._touched)
             self.order = [*self._touched, *(name for name in self.params if name not in touched)]

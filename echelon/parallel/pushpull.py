@@ -300,6 +300,7 @@ class PushSync(AllReduceSync):
     def rejoin(self, brings: bool) -> None:
         """After Servers.enter(): this worker was there before, and its parameters are those after the last commit. One of those
         workers brings them to the servers; it must be done before anybody steps or pulls."""
+        self.arrivals.settle()
         self.arrivals.check()
         self.failed = None
         self.pushed.clear()
