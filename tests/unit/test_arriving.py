@@ -29,7 +29,8 @@ from echelon.ps.service import Request
 from echelon.ps.session import Training
 from echelon.ps.spans import GAP_BYTES, cut
 from echelon.ps.worker import Servers
-from tests.unit.test_ps_session import Site, site
+from tests.unit.test_ps_copies import Site as Copied
+from tests.unit.test_ps_session import site
 
 __all__ = ["site"]  # a fixture
 
@@ -70,12 +71,10 @@ class Gated(Training):
 class Trainer:
     """A model that is trained through servers, one step after the other, and its twin in plain torch."""
 
-    def __init__(self, made: Site, model: nn.Module) -> None:
-        self.model, self.twin = model, copy.deepcopy(model)
-        self.gates = [t for t in made.training if isinstance(t, Gated)]
-        links = made.links[0]
+    def __init__(self, ways: Servers, gates: list[Gated], model: nn.Module) -> None:
+        self.model, self.twin, self.gates = model, copy.deepcopy(model), gates
         named = [(name, p, False) for name, p in model.named_parameters()]
-        self.sync = PushSync(named, AloneGroup(), Servers(links, ["h"] * len(links)), 1)
+        self.sync = PushSync(named, AloneGroup(), ways, 1)
         self.optimizer = torch.optim.SGD(self.twin.parameters(), lr=0.1, momentum=0.9)
         self.count = 0
 
@@ -121,9 +120,10 @@ def trainer(site, monkeypatch) -> Iterator[Callable[..., Trainer]]:
     def make(model: nn.Module | None = None, servers: int = 1, shared: bool = False) -> Trainer:
         torch.manual_seed(1)
         world = site(1, servers, shared)
-        for index, host in enumerate(world.hosts):
-            world.training[index] = host.services["train"] = Gated(1, Copies(index, 1, servers))
-        made.append(Trainer(world, model or layers()))
+        gates = [Gated(1, Copies(index, 1, servers)) for index in range(servers)]
+        for gate, host in zip(gates, world.hosts, strict=True):
+            host.services["train"] = gate
+        made.append(Trainer(Servers(world.links[0], ["h"] * servers), gates, model or layers()))
         return made[-1]
 
     yield make
@@ -418,6 +418,35 @@ def test_values_that_never_come_raise_nothing_in_the_forward_and_lose_the_step(t
     assert isinstance(outcome, Lost)
     with pytest.raises(PeerLost, match="never came"):
         trained.sync.rejoin(brings=True)  # what is here must not become the servers'
+
+
+@pytest.mark.case("ps: values arrive behind the next forward")
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+def test_a_server_that_dies_with_values_on_their_way_is_replaced_by_its_copy(monkeypatch, shared):
+    monkeypatch.setattr(arriving, "WORTH_BYTES", 0)
+    monkeypatch.setattr(arriving, "LOCAL", True)
+    monkeypatch.setattr(arriving, "_compiled", lambda: False)
+    world = Copied(1, 2, shared)
+    try:
+        trained = Trainer(Servers(world.routes[0], ["h"] * 2, replicas=1), [], layers())
+        for dying in (0, 1):
+            trained.step()
+            trained.step()
+            world.until_copied()
+            held: list[Request] = []
+            world.training[dying]._verbs["pull"] = held.append
+            assert trained.step() == Met()
+            assert trained.on_their_way
+            world.end(dying)
+            out = trained.model(trained.batch())
+            assert torch.equal(out, trained.twin(trained.batch()))
+            assert trained.sync.arrivals.never is None
+            world.start(dying)
+        trained.step()
+        trained.sync.drain()
+        trained.assert_even()
+    finally:
+        world.close()
 
 
 @pytest.mark.case("ps: values arrive behind the next forward")
