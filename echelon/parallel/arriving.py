@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._functorch import eager_transforms
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from echelon.comm.group import Lost
@@ -142,7 +143,6 @@ class Arrivals:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self.num_bytes = sum(p.numel() * p.element_size() for p in params.values())
-        _watch_transforms()
 
     def why_not(self) -> str:
         """Why the next values have to be waited for inside step(); "" when they need not."""
@@ -151,6 +151,8 @@ class Arrivals:
         why = worth(self.num_bytes, all(link.local for link in self.held.servers.links))
         if why:
             return why
+        if not _watch_transforms():
+            return "this torch wraps parameters in a way that is not known here"
         if _compiled():
             return "compiled code reads parameters without asking them"
         for name, param in self.params.items():
@@ -164,7 +166,7 @@ class Arrivals:
         """Does a compiled module have this tensor? It would read it past Python."""
         if param.requires_grad and name not in self._nodes:
             self._nodes[name] = get_gradient_edge(param).node
-        return int(param._use_count()) > 1 + (name in self._nodes)  # type: ignore[attr-defined]
+        return _holders(param) > 1 + (name in self._nodes)
 
     def stepped(self, hidden: bool, note: Callable[[], None]) -> None:
         """The servers have stepped; if `hidden`, asks for all values, in the order in which they are needed, and returns at once.
@@ -249,13 +251,17 @@ def _compiled() -> bool:
     return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
 
 
-def _watch_transforms() -> None:
-    """torch.func.grad wraps tensors without asking them: it does from now on."""
-    from torch._functorch import eager_transforms
+def _holders(param: Tensor) -> int:
+    """How many hold this tensor, Python included; many if this torch does not tell."""
+    count = getattr(param, "_use_count", None)
+    return 1 << 30 if count is None else int(count())
 
-    inner = eager_transforms._wrap_tensor_for_grad
-    if getattr(inner, "_echelon", False):
-        return
+
+def _watch_transforms() -> bool:
+    """torch.func.grad wraps tensors without asking them: it does from now on. False where this torch does it in another way."""
+    inner = getattr(eager_transforms, "_wrap_tensor_for_grad", None)
+    if inner is None or getattr(inner, "_echelon", False):
+        return inner is not None
 
     def wrap(maybe_tensor: Any, level: int) -> Any:
         if type(maybe_tensor) is Arriving:
@@ -264,3 +270,4 @@ def _watch_transforms() -> None:
 
     wrap._echelon = True  # type: ignore[attr-defined]
     eager_transforms._wrap_tensor_for_grad = wrap
+    return True

@@ -358,9 +358,9 @@ class Held:
 
 
 def _sharing(x: Tensor) -> int:
-    """How many hold the memory of x, the one who asks included."""
-    storage = x.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    """How many hold the memory of x, the one who asks included; -1 if this torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return -1 if count is None else int(count(x.untyped_storage()._cdata))
 
 
 def _bits(x: Tensor) -> Tensor:

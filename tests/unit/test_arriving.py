@@ -438,8 +438,9 @@ def test_a_server_that_dies_with_values_on_their_way_is_replaced_by_its_copy(mon
             assert trained.step() == Met()
             assert trained.on_their_way
             world.end(dying)
-            out = trained.model(trained.batch())
-            assert torch.equal(out, trained.twin(trained.batch()))
+            with torch.no_grad():  # a graph that is kept holds parameters
+                out = trained.model(trained.batch())
+                assert torch.equal(out, trained.twin(trained.batch()))
             assert trained.sync.arrivals.never is None
             world.start(dying)
         trained.step()
