@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from echelon import coding, demands
+from echelon import coding, demands, judging
 from echelon.apart import Apart
 from echelon.comm.codecs.plan import pays
 from echelon.comm.group import Group
@@ -143,6 +143,8 @@ def rounds(strategy: Strategy, world: World, machine: Machine) -> Rounds | None:
         following=lambda: machine.following(),
         in_loop=lambda: machine.current is not None,
         trained=lambda: {id(p) for optimizer in machine.optimizers for p in optimizer.params()},
+        nonfinite=strategy.nonfinite,
+        heed=lambda found: judging.heed_copy(machine, found),
     )
     return Rounds(world.servers, world.rank, strategy.local_steps, strategy.outer == "geo", recipe, around)
 

@@ -57,16 +57,18 @@ def _here(machine: Machine, optimizer: Stepping) -> Verdict:
         return Make()
     names = {id(slot.param): slot.name for sync in _syncs(optimizer) for slot in sync.slots}
     wrong = [held[i] for i in finite.broken(p.grad for p in held if p.grad is not None)]
-    ranks = _whose(machine, optimizer) if rule == "refuse" else []
+    ranks = _whose(machine, optimizer)
     return verdict.verdict(
         rule, False, [Suspect(rank, names.get(id(p), "")) for rank in ranks or [-1] for p in wrong]
     )
 
 
 def _whose(machine: Machine, optimizer: Stepping) -> list[int]:
-    """Every rank is here, since all saw the same gradient: they tell each other whose parts were not finite."""
+    """Every rank is here, since all saw the same gradient: they tell each other whose parts were not finite, if that ends the run."""
     if machine.size == 1 or machine.strategy.update == "local":
         return [machine.rank]
+    if machine.strategy.nonfinite != "refuse":
+        return []
     mine = [machine.watches[id(sync)] for sync in optimizer.syncs if id(sync) in machine.watches]
     flags = torch.zeros(machine.size, device=optimizer.params()[0].device)
     flags[machine.rank] = float(any(watch.broken() for watch in mine))
@@ -101,6 +103,14 @@ def heed(machine: Machine) -> None:
                 raise verdict.error(note.found, step, machine.rank)
             if isinstance(note.found, Skip) and note.mine:
                 tell(machine, step, note.found)
+
+
+def heed_copy(machine: Machine, found: Verdict) -> None:
+    """What was decided about this worker's copy of the weights, before it would have met the others'."""
+    if isinstance(found, Refuse):
+        raise verdict.error(found, machine.counters.global_step, machine.rank)
+    if isinstance(found, Skip):
+        tell(machine, machine.counters.global_step, found)
 
 
 def tell(machine: Machine, step: int, found: Skip) -> None:

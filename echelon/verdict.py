@@ -52,11 +52,11 @@ class Refuse:
 Verdict = Make | Skip | Refuse
 
 
-def verdict(rule: Rule, finite: bool, suspects: Sequence[Suspect] = ()) -> Verdict:
-    """What becomes of an update whose gradient is finite or not."""
+def verdict(rule: Rule, finite: bool, suspects: Sequence[Suspect] = (), what: str = "gradient") -> Verdict:
+    """What becomes of an update whose gradient is finite or not; or of the copy that a worker brings to a meeting."""
     if finite:
         return Make()
-    reason = told(suspects)
+    reason = told(suspects, what)
     if rule == "pass":
         return Make(f"{reason}, and nonfinite=pass")
     if rule == "skip":
@@ -68,7 +68,7 @@ def workers(suspects: Sequence[Suspect]) -> tuple[int, ...]:
     return tuple(sorted({s.worker for s in suspects if s.worker >= 0}))
 
 
-def told(suspects: Sequence[Suspect]) -> str:
+def told(suspects: Sequence[Suspect], what: str = "gradient") -> str:
     """`the gradient of worker 1 is not finite: `head.weight` and 2 more parameters`"""
     names = list(dict.fromkeys(s.name for s in suspects if s.name))
     where = f": `{names[0]}`" if names else ""
@@ -77,8 +77,8 @@ def told(suspects: Sequence[Suspect]) -> str:
         where += f" and {more}{' or' * (len(names) >= MOST)} more parameter{'s' * (more > 1)}"
     ranks = workers(suspects)
     if not ranks:
-        return f"the gradient is not finite{where}"
-    return f"the gradient of worker {', '.join(map(str, ranks))} is not finite{where}"
+        return f"the {what} is not finite{where}"
+    return f"the {what} of worker {', '.join(map(str, ranks))} is not finite{where}"
 
 
 def error(refused: Refuse, step: int, rank: int) -> NotFinite:

@@ -254,9 +254,9 @@ class Training:
 
     def _tell_squares(self, copy: Copy, requests: list[Request]) -> None:
         found, finite = copy.shard.squares(requests[0].head["keys"])
-        whose = [] if finite else to_plain(copy.shard.broken(requests[0].head["keys"]))
+        whose = {} if finite else {"whose": to_plain(copy.shard.broken(requests[0].head["keys"]))}
         for one in requests:
-            one.answer({"squares": found, "finite": finite, "whose": whose})
+            one.answer({"squares": found, "finite": finite, **whose})
 
     def _apply(self, request: Request) -> None:
         copy = self.copies.of(request)
