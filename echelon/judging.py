@@ -65,14 +65,15 @@ def _here(machine: Machine, optimizer: Stepping) -> Verdict:
 
 def _whose(machine: Machine, optimizer: Stepping) -> list[int]:
     """Every rank is here, since all saw the same gradient: they tell each other whose parts were not finite, if that ends the run."""
-    if machine.size == 1 or machine.strategy.update == "local":
+    group = _syncs(optimizer)[0].group
+    if group.local:
         return [machine.rank]
     if machine.strategy.nonfinite != "refuse":
         return []
     mine = [machine.watches[id(sync)] for sync in optimizer.syncs if id(sync) in machine.watches]
     flags = torch.zeros(machine.size, device=optimizer.params()[0].device)
     flags[machine.rank] = float(any(watch.broken() for watch in mine))
-    outcome = _syncs(optimizer)[0].group.all_reduce(flags).wait(Deadline.after(ASK_S))
+    outcome = group.all_reduce(flags).wait(Deadline.after(ASK_S))
     return [int(r) for r in flags.nonzero().view(-1)] if isinstance(outcome, Met) else []
 
 

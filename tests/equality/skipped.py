@@ -67,7 +67,7 @@ def parts():
 
 def optimizer_for(name, model):
     if "lbfgs" in name:
-        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        return torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
     if "local" in name:
         return torch.optim.SGD(model.parameters(), lr=0.1)
     return torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -242,7 +242,7 @@ def main():
     elif first.world_size > 1:
         results["compressed"] = cell(first, "compressed", {"compress": "fp16"})
         results["refused", "all-reduce"] = refused(first, {})
-        results["refused", "compressed"] = refused(first, {"compress": "int8"})
+        results["refused", "compressed"] = refused(first, {"compress": "fp16"})
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 
