@@ -5,9 +5,9 @@ train.open     the ranges that a server holds of a model; worker 0 brings their 
 train.push     gradients of some ranges: provisional, answered once they were used or taken back
 train.back     takes a push back
 train.squares  what every worker's pushes sum up to: squares and whether it is finite
-train.apply    every worker's optimizer steps: all get the new values
+train.apply    every worker's optimizer steps: all who have room for them get the new values
 train.step     a worker's part of an update and its step in one, where workers are not at one place (steps.py)
-train.pull     the values as they are
+train.pull     the values as they are, or some bytes of them
 train.values   a worker changed values itself
 train.state    the optimizer's state of some ranges
 train.load     … and back
@@ -80,7 +80,7 @@ class Training:
         if not 0 <= request.peer.rank < self.num_workers:
             raise UsageError(f"there is no worker {request.peer.rank} of {self.num_workers}")
         activity.moved()
-        outside = request.verb in ("enter", "lead")
+        outside = request.verb in ("enter", "lead", "pull")  # what was committed stays so in the next term
         if not outside and self._entered.get(request.peer.rank, (0, 0))[0] < self.term:
             raise PeerLost(f"{request.peer} called {request.verb} in a term that is over")
         with sense(request):
@@ -265,7 +265,7 @@ class Training:
                 groups, unused = request.head["groups"], request.head["unused"]
                 keys = [*(key for _, _, of in groups for key in of), *unused]
                 copy.shard.used(keys, request.peer.rank)
-                request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
+                request.answer({"updates": copy.shard.updates}, _room_for(request, copy))
             return
         all_of_them = self._all(request, "apply")
         if all_of_them is not None:
@@ -282,7 +282,7 @@ class Training:
         self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.total)
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
         for one in requests:
-            one.answer({"updates": shard.updates}, [shard.memory])
+            one.answer({"updates": shard.updates}, _room_for(one, copy))
 
     def _update(self, copy: Copy, requests: list[Request], following: int, *update: Any) -> None:
         """Here and on the partner: optimizer, groups, the gradient of a key."""
@@ -378,7 +378,9 @@ class Training:
         copy = self.copies.of(request)
         with copy.lock:
             copy.updates.sent(request.peer.rank)
-            request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
+            memory, spans = copy.shard.memory, request.head.get("spans")
+            wanted = [memory] if spans is None else [memory[begin:end] for begin, end in spans]
+            request.answer({"updates": copy.shard.updates}, wanted)
 
     def _state(self, request: Request) -> None:
         copy = self.copies.of(request)
@@ -393,3 +395,8 @@ class Training:
             told = {key: head[key] for key in ("optimizer", "recipes", "state")}
             self._mirrored(self.copies.shard_of(request), "load", int(head["model"]), told, *request.tensors)
         request.answer()
+
+
+def _room_for(request: Request, copy: Copy) -> list[Tensor]:
+    """The values, for a worker that does not pull them afterwards."""
+    return [copy.shard.memory] if request.out_bytes else []
