@@ -41,7 +41,7 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.staleness import Staleness
 from echelon.ps.steps import check_same, named
-from echelon.ps.together import Together, carry_out, refuse_all, sense
+from echelon.ps.together import Together, carry_out, check_alike, refuse_all, sense
 from echelon.verdict import to_plain
 
 NAME = "train"
@@ -265,7 +265,7 @@ class Training:
                 groups, unused = request.head["groups"], request.head["unused"]
                 keys = [*(key for _, _, of in groups for key in of), *unused]
                 copy.shard.used(keys, request.peer.rank)
-                request.answer({"updates": copy.shard.updates}, _room_for(request, copy))
+                request.answer({"updates": copy.shard.updates}, copy.values_for(request))
             return
         all_of_them = self._all(request, "apply")
         if all_of_them is not None:
@@ -282,7 +282,7 @@ class Training:
         self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.total)
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
         for one in requests:
-            one.answer({"updates": shard.updates}, _room_for(one, copy))
+            one.answer({"updates": shard.updates}, copy.values_for(one))
 
     def _update(self, copy: Copy, requests: list[Request], following: int, *update: Any) -> None:
         """Here and on the partner: optimizer, groups, the gradient of a key."""
@@ -348,16 +348,11 @@ class Training:
         """All workers' requests, if they ask for the same."""
         head, shard = request.head, self.copies.shard_of(request)
         all_of_them = self.together.add((what, shard, head["model"], head["number"]), request)
-        for other in all_of_them[1:] if all_of_them else []:
-            first = all_of_them[0].head  # type: ignore[index]
-            if other.head != first and repr(other.head) != repr(first):  # a NaN is none's equal
-                differs = [k for k in head if repr(other.head.get(k)) != repr(first.get(k))]
-                error = UsageError(
-                    f"worker {other.peer.rank} steps with another {', '.join(differs)} than worker 0",
-                    remedy="Learning rates, parameter groups and clipping must be the same on every worker.",
-                )
-                refuse_all(all_of_them, error)  # type: ignore[arg-type]
-                return None
+        try:
+            check_alike(all_of_them or ())
+        except UsageError as error:
+            refuse_all(all_of_them or (), error)
+            return None
         return all_of_them
 
     def _values(self, request: Request) -> None:
@@ -395,8 +390,3 @@ class Training:
             told = {key: head[key] for key in ("optimizer", "recipes", "state")}
             self._mirrored(self.copies.shard_of(request), "load", int(head["model"]), told, *request.tensors)
         request.answer()
-
-
-def _room_for(request: Request, copy: Copy) -> list[Tensor]:
-    """The values, for a worker that does not pull them afterwards."""
-    return [copy.shard.memory] if request.out_bytes else []
