@@ -12,7 +12,7 @@ from torch import Tensor
 from echelon.comm.group import Lost, merge
 from echelon.loop import Stepping
 from echelon.parallel import clip
-from echelon.parallel.gradsync import applying
+from echelon.parallel.gradsync import Applying, applying
 
 if TYPE_CHECKING:
     from echelon.step import Machine
@@ -22,6 +22,7 @@ def step(machine: Machine, optimizer: Stepping) -> None:
     """The servers step; the parameters here are the new ones afterwards."""
     machine.before_change()
     groups = optimizer.groups()
+    machine.asked.clear()
     outcome = merge([sync.apply(optimizer.index, groups) for sync in optimizer.elsewhere])
     if isinstance(outcome, Lost):
         machine.lose(outcome, optimizer)
@@ -37,20 +38,31 @@ def step(machine: Machine, optimizer: Stepping) -> None:
         update(optimizer)
 
 
+def squares(machine: Machine, sync: Applying, params: Iterable[Tensor]) -> tuple[float, bool]:
+    """Asks the servers, once for what is there now: whoever clips and whoever judges need the same answer."""
+    params = list(params)
+    about = (sync.activity, frozenset(id(p) for p in params if p.grad is not None))
+    known = machine.asked.get(id(sync))
+    if known is None or known[0] != about:
+        known = machine.asked[id(sync)] = (about, sync.squares(params))
+    return known[1]
+
+
 def clip_norm(machine: Machine, params: Iterable[Tensor], max_norm: float) -> Tensor:
     """Clips the global gradient's norm, wherever it is; gives the norm before."""
     params = list(params)
     ids = {id(p) for p in params}
-    server_clips = machine.strategy.dealt or machine.strategy.update == "bounded"
-    if server_clips and max_norm == machine.strategy.clip_norm:
-        return torch.tensor(math.nan)  # the server clips
     there = [t for sync in machine.syncs if sync.holds(ids) and (t := applying(sync)) is not None]
     if not there:
         return clip.clip_norm(params, max_norm)
-    found = [sync.squares(params) for sync in there] if machine.share.last else []
+    server_clips = machine.strategy.dealt or machine.strategy.update == "bounded"
+    if server_clips and max_norm == machine.strategy.clip_norm:
+        return torch.tensor(math.nan)  # the server clips
+    found = [squares(machine, sync, params) for sync in there] if machine.share.last else []
     finite = all(ok for _, ok in found)
     norm = math.sqrt(math.fsum(squares for squares, _ in found)) if finite else math.nan
     factor = max_norm / (norm + 1e-6)
     for sync in there if not factor > 1.0 else ():
         sync.clip(params, factor)
+        machine.asked.pop(id(sync), None)
     return torch.tensor(norm, dtype=params[0].dtype if params else torch.float32)

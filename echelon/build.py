@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from echelon import coding, demands
+from echelon import coding, demands, judging
 from echelon.apart import Apart
 from echelon.comm.codecs.plan import pays
 from echelon.comm.group import Group
@@ -18,7 +18,6 @@ from echelon.comm.pick import Groups, backend_for, device_for
 from echelon.control.member import Member
 from echelon.data.deal import Cut
 from echelon.env import Place
-from echelon.errors import StrategyError
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
@@ -101,19 +100,19 @@ def grad_sync(
         return LocalSync(params, world.device, rounds, **sizes)
     if world.servers is not None and (strategy.dealt or strategy.update == "bounded"):
         if strategy.update == "sync":
-            if strategy.clip_norm and len(world.servers) > 1:
-                raise StrategyError(
-                    f"clip_norm with backup or aggregate and {len(world.servers)} servers: each would know only its part of the norm",
-                    remedy="Use --servers 1, or leave backup out.",
-                )
             need = Need(strategy.backup, strategy.aggregate, strategy.loss == "mean")
             model = world.servers.new_model()
-            return FirstSync(params, group, world.servers, model, need, strategy.clip_norm, **sizes)
+            first = FirstSync(params, group, world.servers, model, need, strategy.clip_norm, **sizes)
+            first.nonfinite = strategy.nonfinite
+            return first
         limits = (strategy.staleness, strategy.clip_norm)
         if strategy.update == "bounded":
-            return StaleSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+            stale = StaleSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
+            stale.nonfinite = strategy.nonfinite
+            return stale
         free = FreeSync(params, group, world.servers, world.servers.new_model(), *limits, **sizes)
         free.compensation, free.divided = strategy.compensation, strategy.stale_lr == "divided"
+        free.nonfinite = strategy.nonfinite
         return free
     if world.servers is not None and strategy.apply == "server":
         pushes = PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
@@ -146,6 +145,8 @@ def rounds(strategy: Strategy, world: World, machine: Machine) -> Rounds | None:
         following=lambda: machine.following(),
         in_loop=lambda: machine.current is not None,
         trained=lambda: {id(p) for optimizer in machine.optimizers for p in optimizer.params()},
+        nonfinite=strategy.nonfinite,
+        heed=lambda found: judging.heed_copy(machine, found),
     )
     return Rounds(world.servers, world.rank, strategy.local_steps, strategy.outer == "geo", recipe, around)
 

@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from echelon import judging
 from echelon.comm.group import Lost
 from echelon.errors import LoopError, UsageError
 from echelon.loop import Stepping
+from echelon.prepare.keep import PreImage
 
 if TYPE_CHECKING:
     from echelon.step import Machine
 
 
 class _Lost(Exception):
+    pass
+
+
+class _Skipped(Exception):
     pass
 
 
@@ -43,15 +49,26 @@ def step(machine: Machine, optimizer: Stepping, closure: Callable[[], Any]) -> A
         outcome = machine.meet(optimizer)
         if isinstance(outcome, Lost):
             raise _Lost(outcome)
-        machine.check(optimizer)
+        if not machine.check(optimizer):
+            raise _Skipped
         return machine.global_loss(loss)
 
     optimizer.keep_pre_image()
+    before = PreImage(optimizer.optimizer) if machine.strategy.nonfinite == "skip" else None
+    if (
+        before is not None
+    ):  # an optimizer that evaluates more than once has moved when it meets what is not finite
+        before.keep()
     machine.before_change()
     try:
         result = optimizer.inner_step(evaluate)
     except _Lost as lost:
         machine.lose(lost.args[0], optimizer)
+        return None
+    except _Skipped:
+        assert before is not None
+        before.put_back()
+        judging.skip(machine, optimizer)
         return None
     if not evaluations:
         raise LoopError("the optimizer did not call its closure")

@@ -8,6 +8,7 @@
     ├── PeerLost             a peer is gone and the policy says stop: always a consequence, never the cause
     ├── PhaseFailed          the body of a named phase failed on rank 0: a consequence as well
     ├── LoopError            ranks are no longer at the same place of the script
+    ├── NotFinite            a gradient that is not finite, and the strategy refuses it
     ├── CheckpointError      a checkpoint that cannot be written, or is not one that can be read
     ├── WireError            a frame that is too long, torn, out of order or not ours
     ├── LinkLost             the connection to a parameter server is gone: a consequence of what ended it
@@ -71,6 +72,10 @@ class PhaseFailed(EchelonError):
 
 
 class LoopError(EchelonError):
+    pass
+
+
+class NotFinite(EchelonError):
     pass
 
 

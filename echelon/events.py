@@ -109,6 +109,8 @@ class Serving(Sign):
     dropped: int = 0
     returned: int = 0
     """Parts that came too late for their step (backup), and pieces that came back from workers that are gone."""
+    skipped: int = 0
+    """Updates that this server passed over: their gradients were not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,16 @@ class StepLost(Event):
     batches: int
     reason: str
     peers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSkipped(Event):
+    """The gradient of step `step` was not finite, and nobody made its update (nonfinite=skip). Told by one worker; `total` are those that it
+    told of so far."""
+
+    step: int
+    reason: str
+    total: int
 
 
 @dataclass(frozen=True, kw_only=True)

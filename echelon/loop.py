@@ -98,4 +98,6 @@ class Counters:
     """Samples this rank was given (stand-ins are none)."""
     epoch: int = 0
     lost_steps: int = 0
+    skipped: int = 0
+    """Updates that this rank told of as skipped."""
     times: Times = field(default_factory=Times)

@@ -18,6 +18,7 @@ from echelon.mesh.layout import Stateful
 from echelon.parallel import norm, rounds
 from echelon.parallel.average import Average
 from echelon.parallel.coded import CodedWire
+from echelon.parallel.finite import Watch
 from echelon.parallel.first import FirstSync
 from echelon.parallel.stale import FreeSync
 from echelon.prepare import model as models
@@ -144,6 +145,8 @@ class Prepared:
             sync.on_dropped = self._dropped
         self._owned |= {id(p) for _, p, _ in params}
         self.machine.syncs.append(sync)
+        if self.strategy.nonfinite == "refuse" and sync.applies_here and not group.local:
+            self.machine.watches[id(sync)] = Watch(sync.wire)
         if isinstance(sync.wire, CodedWire):
             self.machine.keepers.append(sync.wire)
         self._link()

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon import away, closures, faults, replay
+from echelon import away, closures, faults, judging, replay
 from echelon.comm.group import Lost, Met, Outcome, merge
 from echelon.data.loader import Part
+from echelon.errors import LinkLost, PeerLost
 from echelon.events import Sink
 from echelon.loop import Counters, Rewindable, Stepping, Yielding
+from echelon.parallel.finite import Watch
 from echelon.parallel.gradsync import GradSync, Share
 from echelon.prepare.keep import Keeper
 from echelon.strategy import Strategy
@@ -79,8 +81,12 @@ class Machine:
         """Called before weights or optimizer state change: a checkpoint may still be reading them."""
         self.at_bare_step: Callable[[bool], None] = lambda whole: None
         """Called after a step outside any loop over a loader: did every optimizer that is in use step in its turn?"""
-        self.scaled = False
-        """A scaler is stepping: the step is over with its update()."""
+        self.scaled = self.scaler_judges = False
+        """A scaler is stepping: the step is over with its update(). One that scales sees by itself what is not finite."""
+        self.asked: dict[int, tuple[Any, tuple[float, bool]]] = {}
+        """What servers said of the gradients that lie there: see away.squares."""
+        self.watches: dict[int, Watch] = {}
+        """By the sync's id: whose parts were not finite, where that ends the run."""
         self.at_commit: list[Callable[[Yielding], None]] = []
         """Called when the last step is final: by the loop whose next part is about to be yielded, or that is over."""
         self.after_loss: Callable[[Lost, int], bool] = lambda lost, step: False
@@ -276,9 +282,19 @@ class Machine:
         return self.counters.global_step + (1 if fresh else 0)
 
     def _apply(self, optimizer: Stepping, closure: Callable[[], Any] | None) -> Any:
-        self.check(optimizer)
+        try:
+            may_step = self.check(optimizer)
+        except (LinkLost, PeerLost) as error:  # servers were asked about the gradient
+            self.lose(Lost(error.peers, error.message), optimizer)
+            return None
+        if not may_step:
+            judging.skip(self, optimizer)
+            return None
         if optimizer.elsewhere:
-            return away.step(self, optimizer)
+            away.step(self, optimizer)
+            if self.strategy.nonfinite != "pass":
+                judging.heed(self)
+            return None
         if optimizer.index in self.in_iteration:
             optimizer.twice = True
         if len(self.optimizers) > 1 or optimizer.twice:
@@ -290,8 +306,9 @@ class Machine:
             update(optimizer)
         return result
 
-    def check(self, optimizer: Stepping) -> None:
-        """Self-checks, and the strategy's own clipping, on gradients that have met."""
+    def check(self, optimizer: Stepping) -> bool:
+        """Self-checks, the verdict on what is not finite, and the strategy's own clipping, on gradients that have met. False: nobody makes
+        this update."""
         for check in list(self.before_apply):
             check(optimizer)
         shares = {self.yielded[id(loop)] for loop in self.open_loops if id(loop) in self.yielded}
@@ -302,8 +319,11 @@ class Machine:
                 "  Parts count by the loader that yielded last, unlike in one process.\n"
                 "  Give both the same batch size, step once for each, or use run.mean(total, count) for each loss."
             )
+        if self.strategy.nonfinite != "pass" and not judging.may_step(self, optimizer):
+            return False
         if self.strategy.clip_norm:
             away.clip_norm(self, optimizer.params(), self.strategy.clip_norm)
+        return True
 
     def count(self, optimizer: Stepping) -> None:
         self.counters.global_step = self.next_step(optimizer)
@@ -341,6 +361,8 @@ class Machine:
         self.gathered = False
         for sync in self.syncs:
             sync.drain()
+        if self.strategy.nonfinite != "pass":
+            judging.heed(self)
 
     def drop_group(self) -> bool:
         """The script left a loop in mid-group: what the group holds is of no use. Says whether there was anything."""

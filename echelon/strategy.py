@@ -67,6 +67,9 @@ class Strategy:
     clip_norm: float = 0.0
     """Gradients are clipped to this global norm before every step, 0 for never."""
 
+    nonfinite: Literal["pass", "skip", "refuse"] = "pass"
+    """What becomes of an update whose gradient is not finite: made as torch would, made by nobody, or the run ends with its cause."""
+
     warmup_steps: int = 0
     """With batch=per-worker: steps over which the learning rate grows to workers × its value."""
 

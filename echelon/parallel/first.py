@@ -93,7 +93,11 @@ class FirstSync(FreeSync):
         head = {"model": self.held.model, "log": told["log"]}
         ways = zip(servers.links, room, strict=True)
         calls = [way.call("part.fold", head, out=[x]) for way, x in ways]
-        servers.wait(calls, "values of the servers")
+        replies = servers.wait(calls, "values of the servers")
+        for version, lead, not_made in replies[0].head.get("not_made", ()):
+            behind = int(told["version"]) - 1 - int(version)
+            if self._note(not_made, behind, int(lead) == self.group.rank):
+                return
         self.held.take(room)
         self.made += int(told["version"]) - self.version
         self.version = int(told["version"])

@@ -146,6 +146,9 @@ class Applying(GradSync, Protocol):
     made: int
     """Updates that the last step brought: one, where every worker's part is in every one."""
 
+    suspects: list[tuple[int, str]]
+    """After squares(): whose parts are not finite, and in which parameter."""
+
     def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
         """The sum of squares of the global gradient of these, and whether it is finite."""
         ...

@@ -319,6 +319,11 @@ class PushSync(AllReduceSync):
         scaled = [x * self.factors.get(s.index, 1.0) ** 2 for of, s in squares for x in of]
         return math.fsum(scaled), finite
 
+    @property
+    def suspects(self) -> list[tuple[int, str]]:
+        """Whose parts were not finite when squares() was asked last, and in which parameter."""
+        return self.held.suspects
+
     def clip(self, params: Iterable[Tensor], factor: float) -> None:
         """The next step of these uses `factor` times their gradients."""
         for slot in self._mine(params):

@@ -25,11 +25,13 @@ from echelon.errors import LinkLost, PeerLost, StrategyError
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import Slot
 from echelon.parallel.gradsync import Share
-from echelon.ps.meetings import Place, Verdict
+from echelon.ps import meetings
+from echelon.ps.meetings import Place
 from echelon.ps.owned import Owned
 from echelon.ps.pending import Answered, Reply
 from echelon.ps.recipes import Recipe
 from echelon.ps.worker import Servers, lost
+from echelon.verdict import Rule, Suspect, Verdict, verdict
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Around:
     """A loader says where steps begin and end."""
     trained: Callable[[], set[int]]
     """Ids of what optimizers step."""
+    nonfinite: Rule = "pass"
+    """The strategy's."""
+    heed: Callable[[Verdict], None] = lambda found: None
+    """Told what was decided about a copy that is not finite; raises where that ends the run."""
 
 
 class LocalSync(AllReduceSync):
@@ -221,7 +227,7 @@ class Rounds:
             if told.passed >= self.reached:
                 return
 
-    def _meet(self, over: bool) -> Verdict:
+    def _meet(self, over: bool) -> meetings.Verdict:
         self.around.before_change()
         self.steps = 0
         began = time.perf_counter()
@@ -237,32 +243,48 @@ class Rounds:
     def _place(self, over: bool) -> Place:
         return Place(self.reached, over, any(sync.stop_wanted() or sync.stop_seen for sync in self.syncs))
 
-    def _meet_all(self, over: bool) -> Verdict:
+    def _meet_all(self, over: bool) -> meetings.Verdict:
         self.number += 1
         self.servers.number(0)
-        place = self._place(over)
-        calls = [copies.meet(self.number, sync.weighed(), place) for sync, copies in self._copies()]
+        place, unfit = self._place(over), self._unfit()
+        calls = [
+            copies.meet(self.number, sync.weighed() * (copies not in unfit), place)
+            for sync, copies in self._copies()
+        ]
         replies = self._answered(calls, "a meeting of all workers")
         for (_, copies), mine in zip(self._copies(), replies, strict=True):
-            if mine[0].head["moved"]:
+            if mine[0].head["moved"] or copies in unfit:
                 copies.taken()
         return _verdict(replies)
 
-    def _meet_one_by_one(self, over: bool) -> Verdict:
+    def _meet_one_by_one(self, over: bool) -> meetings.Verdict:
         """geo: what this worker did goes to the servers at once; at a gathering it then waits for the others."""
         before = Place(self.reached - over, False, False)
+        for copies in self._unfit():
+            copies.taken()
         went = [copies for sync, copies in self._copies() if sync.weighed() or (over and copies.edited())]
         self._answered([copies.add(before) for copies in went], "an update of the servers")
         for copies in went:
             copies.taken()
         if not over:
-            return Verdict(0, False, False, "nobody is waited for")
+            return meetings.Verdict(0, False, False, "nobody is waited for")
         self.servers.number(0)
         place = self._place(over)
         replies = self._answered([copies.await_all(place) for _, copies in self._copies()], "all workers")
         for _, copies in self._copies():
             copies.taken()
         return _verdict(replies)
+
+    def _unfit(self) -> list[Owned]:
+        """Copies that are not finite: they bring nothing to a meeting, and become what the others agree on or what was agreed on last."""
+        found = []
+        for _, copies in self._copies() if self.around.nonfinite != "pass" else ():
+            wrong = copies.mend()
+            if wrong:
+                suspects = [Suspect(self.rank, name) for name in wrong]
+                self.around.heed(verdict(self.around.nonfinite, False, suspects, "copy"))
+                found.append(copies)
+        return found
 
     def _copies(self) -> list[tuple[LocalSync, Owned]]:
         return [(sync, sync.copies) for sync in self.syncs if sync.copies is not None]
@@ -271,9 +293,9 @@ class Rounds:
         return [self.servers.wait(mine, what) for mine in calls]
 
 
-def _verdict(replies: Sequence[Sequence[Reply]]) -> Verdict:
+def _verdict(replies: Sequence[Sequence[Reply]]) -> meetings.Verdict:
     heads = [reply.head for mine in replies for reply in mine]
-    return Verdict(
+    return meetings.Verdict(
         min(int(head["passed"]) for head in heads),
         all(bool(head["ended"]) for head in heads),
         any(bool(head["stop"]) for head in heads),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,17 @@ from echelon.parallel.gradsync import Groups
 from echelon.parallel.pushpull import PushSync
 from echelon.ps.held import Call
 from echelon.ps.worker import Servers, lost
+from echelon.verdict import Make, Refuse, Rule, Skip, Suspect, from_plain, verdict
+
+
+@dataclass(frozen=True)
+class Note:
+    """What servers said of an update that they did not make: `behind` updates before the newest of this worker."""
+
+    found: Skip | Refuse
+    behind: int
+    mine: bool
+    """This worker tells of it."""
 
 
 class StaleSync(PushSync):
@@ -33,6 +45,9 @@ class StaleSync(PushSync):
 
     alone = False
     """Every worker's part is an update by itself."""
+
+    nonfinite: Rule = "pass"
+    """The strategy's: servers judge, since nobody else knows the gradient of an update."""
 
     def __init__(
         self,
@@ -45,6 +60,7 @@ class StaleSync(PushSync):
         **sizes: int,
     ) -> None:
         self.staleness, self.clip_norm = staleness, clip_norm
+        self.notes: list[Note] = []
         super().__init__(params, group, servers, model, **sizes)
         self.rooms = [self.held.rooms() for _ in range(staleness + 1)]
         self.flying: deque[tuple[int, list[Call]]] = deque()
@@ -130,7 +146,7 @@ class StaleSync(PushSync):
         used = [s.name for s in self.slots if s.index in self.filled and s.index in stepping]
         return self.held.step(
             optimizer, named, parts, used, room, verb, version=self.version, stop=self.stop_wanted(), alone=self.alone,
-            clip_norm=self.clip_norm, **self._about(),
+            clip_norm=self.clip_norm, **({"nonfinite": self.nonfinite} if self.nonfinite != "pass" else {}), **self._about(),
         )  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
@@ -143,11 +159,25 @@ class StaleSync(PushSync):
         while self.flying and (len(self.flying) > behind or all(call.done for call in self.flying[0][1])):
             number, calls = self.flying.popleft()
             replies = self.held.servers.wait(calls, f"update {number} of the servers")
+            if self._note(replies[0].head, self.held.steps - number, self.alone or self.group.rank == 0):
+                self.flying.clear()  # what comes after it is not made either
+                return
             newest, self.version = number, min(int(reply.head["updates"]) for reply in replies)
             if self.stop_at is None and any(reply.head["stop"] for reply in replies):
                 self.stop_at = number + self.staleness
         if newest is not None:
             self.held.take(self.rooms[newest % len(self.rooms)])
+
+    def _note(self, told: dict[str, Any], behind: int, mine: bool) -> bool:
+        """An update that was not made, if that is what the servers say; all say the same. True if it ends the run."""
+        if "not_finite" not in told:
+            return False
+        suspects = [Suspect(*self.held.named(pair)) for pair in from_plain(told["whose"])]
+        rule: Rule = "refuse" if told["not_finite"] == "refuse" else "skip"
+        found = verdict(rule, False, suspects)
+        assert not isinstance(found, Make)
+        self.notes.append(Note(found, behind, mine))
+        return isinstance(found, Refuse)
 
     def drain(self) -> None:
         """Blocks until the parameters have seen every update that was asked for."""

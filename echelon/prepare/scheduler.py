@@ -85,7 +85,11 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
                 return None
             scaled[id(sync)] = sync
         prepared.stepped = False
-        result = inner_step(optimizer, *args, **kwargs)
+        machine.scaler_judges = scaler.is_enabled()
+        try:
+            result = inner_step(optimizer, *args, **kwargs)
+        finally:
+            machine.scaler_judges = False
         if not prepared.stepped and not machine.iteration_lost:
             machine.skipped(prepared)
         return result

@@ -72,6 +72,7 @@ def _sign(training: Training, apart: Local, deals: Dealing, host: Host) -> Servi
     return Serving(
         doing="serving", updates=training.updates + apart.updates, sums=training.sums, bytes_in=counters.bytes_in,
         bytes_out=counters.bytes_out, stale=training.stale(), dropped=deals.dropped, returned=deals.returned,
+        skipped=training.skipped(),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon import verdict
 from echelon.clock import Deadline
 from echelon.errors import UsageError, WorldError
 from echelon.ps.keys import Holder, Placement, place
@@ -51,6 +52,8 @@ class Held:
         for index, link in enumerate(servers.links):
             size = self.placement.memory_bytes(Holder("server", index))
             self.pulled.append(link.buffer(max(size, 64)).zero_())
+        self.suspects: list[tuple[int, str]] = []
+        """Whose parts were not finite, and in which tensor, when squares() was asked last."""
         self._places: list[int] = []
         self._moves = servers.moves
         self.follow()
@@ -247,8 +250,16 @@ class Held:
             for r, mine in zip(replies, keys, strict=True)
             for key, x in zip(mine, r.head["squares"], strict=True)
         }
+        self.suspects = [
+            self.named(told) for r in replies for told in verdict.from_plain(r.head.get("whose", ()))
+        ]
         by_tensor = [[found[r.key] for r in self.placement.pieces(name)] for name in names]
         return by_tensor, all(r.head["finite"] for r in replies)
+
+    def named(self, told: tuple[int, int]) -> tuple[int, str]:
+        """Whose part of a range it is, and of which tensor."""
+        worker, key = told
+        return worker, self.placement.ranges[key].tensor.name if 0 <= key < len(self.placement.ranges) else ""
 
     def apply(
         self,

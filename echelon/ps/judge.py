@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from echelon.clock import Deadline
@@ -17,6 +18,7 @@ from echelon.errors import EchelonError, Late, LinkLost, PeerLost, UsageError
 from echelon.ps.link import Link
 from echelon.ps.service import Peer, Request
 from echelon.ps.together import refuse_all, sense
+from echelon.verdict import from_plain, to_plain
 
 NAME = "judge"
 REMEMBERED = 4096
@@ -26,8 +28,24 @@ WAIT_S = 600.0
 LOOK_S = 0.25
 """How often a server that waits for the others looks whether a worker is gone."""
 
-Summary = Sequence[float]
-"""Sums of squares, by range."""
+
+@dataclass(frozen=True)
+class Summary:
+    """What a server knows of an update's gradient: sums of squares by range, whether all is finite, and if not, whose parts are not, by
+    (worker, key of the range)."""
+
+    squares: Sequence[float]
+    finite: bool = True
+    whose: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The same over all servers. `squares` is NaN unless every sum is finite."""
+
+    squares: float
+    finite: bool = True
+    whose: tuple[tuple[int, int], ...] = ()
 
 
 class Judge:
@@ -47,7 +65,11 @@ class Judge:
             )
         with sense(request):
             key = (int(head["model"]), *map(int, head["update"]))
-            shard, mine = int(head["shard"]), [float(x) for x in head["squares"]]
+            squares = [float(x) for x in head["squares"]]
+            shard, mine = (
+                int(head["shard"]),
+                Summary(squares, bool(head["finite"]), from_plain(head["whose"])),
+            )
         if not 0 <= shard < self.num_shards:
             raise UsageError(f"there is no shard {shard} of {self.num_shards}")
         with self._lock:
@@ -60,9 +82,9 @@ class Judge:
             if len(told) < self.num_shards:
                 return
             waiting = self._waiting.pop(key)
-        squares = whole(told)
+        found = whole(told)
         for one in waiting:
-            one.answer({"squares": squares})
+            one.answer({"squares": found.squares, "finite": found.finite, "whose": to_plain(found.whose)})
 
     def gone(self, peer: Peer) -> None:
         with self._lock:
@@ -70,10 +92,14 @@ class Judge:
                 self._waiting[key] = [one for one in waiting if one.peer.link != peer.link]
 
 
-def whole(told: dict[int, Summary]) -> float:
-    """Over all ranges. Rounded once, so it does not depend on how they lie on servers; NaN or infinite if one of them is."""
-    every = [x for shard in sorted(told) for x in told[shard]]
-    return math.fsum(every) if all(map(math.isfinite, every)) else math.nan
+def whole(told: Mapping[int, Summary]) -> Whole:
+    """Over all ranges. Rounded once, so it does not depend on how they lie on servers."""
+    every = [x for shard in sorted(told) for x in told[shard].squares]
+    return Whole(
+        math.fsum(every) if all(map(math.isfinite, every)) else math.nan,
+        all(one.finite for one in told.values()),
+        tuple(sorted({pair for one in told.values() for pair in one.whose})),
+    )
 
 
 class Court(Protocol):
@@ -98,17 +124,22 @@ class Reporter:
         update: tuple[int, int],
         mine: Summary,
         lost: Callable[[], PeerLost | None],
-    ) -> float:
+    ) -> Whole:
         """The whole, once every shard was heard. `update` names it: the worker whose it is alone, or -1, and its number. Raises what
         lost() gives, if a worker that the others may wait for is gone."""
-        head = {"shard": shard, "model": model, "update": list(update), "squares": list(mine)}
+        head = {
+            "shard": shard, "model": model, "update": list(update), "squares": list(mine.squares), "finite": mine.finite,
+            "whose": to_plain(mine.whose),
+        }  # fmt: skip
         deadline = Deadline.after(WAIT_S)
         while True:
             try:
                 pending = self._connected().call(f"{NAME}.report", head)
                 while True:
                     try:
-                        return float(pending.wait(deadline.sooner(LOOK_S)).head["squares"])
+                        told = pending.wait(deadline.sooner(LOOK_S)).head
+                        whose = tuple(from_plain(told["whose"]))
+                        return Whole(float(told["squares"]), bool(told["finite"]), whose)
                     except Late:
                         gone = lost()
                         if gone is not None:

@@ -75,6 +75,20 @@ class Owned(Held):
         ]
 
     @torch.no_grad()
+    def mend(self) -> list[str]:
+        """What is only averaged and is not finite becomes what was agreed on last. Gives the parameters that are not finite: with one, this
+        copy must not meet others, and taken() makes it what was agreed on last."""
+        self.follow()
+        wrong: list[str] = []
+        for r, live, before in zip(self.placement.ranges, *self._pairs, strict=True):
+            if not bool(torch.isfinite(live.sum())) and not bool(torch.isfinite(live).all()):
+                if r.tensor.name in self.kinds:
+                    live.copy_(before)
+                else:
+                    wrong.append(r.tensor.name)
+        return list(dict.fromkeys(wrong))
+
+    @torch.no_grad()
     def add(self, place: Place) -> list[Call]:
         """How far this worker went since it last took values; taken() makes its copy what the servers have then."""
         self.follow()

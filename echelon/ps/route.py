@@ -55,6 +55,12 @@ class Routed:
             self._route.answered(self)
         return self.reply
 
+    def revive(self) -> None:
+        """If its server is gone, it goes to the next one, also if nobody waits for it yet. Raises LinkLost when nobody serves the shard."""
+        pending = self.pending
+        if self.reply is None and (pending is None or pending.lost):
+            self._route.recover(self, pending)
+
     def send(self, link: Link) -> None:
         head = {**self.head, "used": sorted(self.used)} if self.used else self.head
         pending = link.call(self.verb, head, self.payload, self.out)

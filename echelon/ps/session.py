@@ -32,6 +32,7 @@ from torch import Tensor
 from echelon import activity
 from echelon.control.roster import partner
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
+from echelon.ps import looking
 from echelon.ps.adding import add_up
 from echelon.ps.copies import Copies, Copy, loaded
 from echelon.ps.judge import Reporter
@@ -39,8 +40,9 @@ from echelon.ps.mirror import Mirror, Site
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.staleness import Staleness
-from echelon.ps.steps import check_same, factor_of, named, summary
-from echelon.ps.together import Together, carry_out, refuse_all, sense
+from echelon.ps.steps import check_same, named
+from echelon.ps.together import Together, carry_out, check_alike, refuse_all, sense
+from echelon.verdict import to_plain
 
 NAME = "train"
 
@@ -106,6 +108,13 @@ class Training:
         for copy in list(self.copies.held.values()):
             found.merge(copy.updates.staleness.histogram(), copy.updates.staleness.max)
         return [found.p50, found.p99, found.max] if found.total else []
+
+    def skipped(self) -> int:
+        """Updates that moved nothing, of all models: each server passes over the same ones."""
+        of: dict[int, int] = {}
+        for (shard, _), copy in list(self.copies.held.items()):
+            of[shard] = of.get(shard, 0) + copy.updates.skipped
+        return max(of.values(), default=0)
 
     # -- terms, and who leads --------------------------------------------------------------------------------------
 
@@ -245,8 +254,9 @@ class Training:
 
     def _tell_squares(self, copy: Copy, requests: list[Request]) -> None:
         found, finite = copy.shard.squares(requests[0].head["keys"])
+        whose = {} if finite else {"whose": to_plain(copy.shard.broken(requests[0].head["keys"]))}
         for one in requests:
-            one.answer({"squares": found, "finite": finite})
+            one.answer({"squares": found, "finite": finite, **whose})
 
     def _apply(self, request: Request) -> None:
         copy = self.copies.of(request)
@@ -255,7 +265,7 @@ class Training:
                 groups, unused = request.head["groups"], request.head["unused"]
                 keys = [*(key for _, _, of in groups for key in of), *unused]
                 copy.shard.used(keys, request.peer.rank)
-                request.answer({"updates": copy.shard.updates}, _room_for(request, copy))
+                request.answer({"updates": copy.shard.updates}, copy.values_for(request))
             return
         all_of_them = self._all(request, "apply")
         if all_of_them is not None:
@@ -272,7 +282,7 @@ class Training:
         self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.total)
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
         for one in requests:
-            one.answer({"updates": shard.updates}, _room_for(one, copy))
+            one.answer({"updates": shard.updates}, copy.values_for(one))
 
     def _update(self, copy: Copy, requests: list[Request], following: int, *update: Any) -> None:
         """Here and on the partner: optimizer, groups, the gradient of a key."""
@@ -288,8 +298,8 @@ class Training:
     def _step(self, request: Request) -> None:
         copy, head = self.copies.of(request), request.head
         updates, number = copy.updates, int(head["number"])
-        if head["alone"]:
-            self._clip(copy, [request])
+        if head["alone"] and self._refused(copy, [request]):
+            return
         with copy.lock:
             if self._was_done(copy, request):
                 request.answer({"updates": copy.shard.updates, "stop": updates.stop}, [copy.shard.memory])
@@ -304,7 +314,8 @@ class Training:
             return
         try:
             check_same(all_of_them)
-            self._clip(copy, all_of_them)
+            if self._refused(copy, all_of_them):
+                return
         except EchelonError as error:
             refuse_all(all_of_them, error)
             return
@@ -313,12 +324,13 @@ class Training:
                 step = partial(self._update, copy, due, int(due[0].head["number"]) + 1)
                 carry_out(due, partial(updates.carry_out, due, step))
 
-    def _clip(self, copy: Copy, parts: list[Request]) -> None:
-        """How far an update is clipped, where other servers hold the rest of its norm. Without any lock: they may wait for each other."""
-        head, first = parts[0].head, parts[0].peer
-        clip_norm = float(head["clip_norm"])
-        if clip_norm <= 0 or self.copies.num_servers < 2 or self.reporter is None:
-            return
+    def _refused(self, copy: Copy, parts: list[Request]) -> bool:
+        """What is decided about an update over all servers, where somebody asks; True if it was refused, and all were told. Without any
+        lock: servers may wait for each other."""
+        head, first, count = parts[0].head, parts[0].peer, self.copies.num_servers
+        clip_norm, rule = float(head["clip_norm"]), looking.rule_of(parts[0])
+        if not looking.needed(clip_norm, rule, count):
+            return False
 
         def lost() -> PeerLost | None:
             if not head["alone"]:
@@ -326,23 +338,21 @@ class Training:
             return PeerLost(f"{first} is gone") if (first.rank, first.incarnation) in self._gone else None
 
         about = (self.copies.shard_of(parts[0]), int(head["model"]), named(parts))
-        squares = self.reporter.verdict(*about, summary(copy.shard, parts), lost)
-        copy.updates.factors[named(parts)] = factor_of(squares, clip_norm)
+        whole = looking.over_all(self.reporter, count, *about, looking.summary(copy.shard, parts), lost)
+        copy.updates.decided[named(parts)], refused = looking.decided(whole, rule, clip_norm)
+        if refused is not None:
+            looking.refuse(parts, copy.updates.decided.pop(named(parts)))
+        return refused is not None
 
     def _all(self, request: Request, what: str) -> list[Request] | None:
         """All workers' requests, if they ask for the same."""
         head, shard = request.head, self.copies.shard_of(request)
         all_of_them = self.together.add((what, shard, head["model"], head["number"]), request)
-        for other in all_of_them[1:] if all_of_them else []:
-            first = all_of_them[0].head  # type: ignore[index]
-            if other.head != first and repr(other.head) != repr(first):  # a NaN is none's equal
-                differs = [k for k in head if repr(other.head.get(k)) != repr(first.get(k))]
-                error = UsageError(
-                    f"worker {other.peer.rank} steps with another {', '.join(differs)} than worker 0",
-                    remedy="Learning rates, parameter groups and clipping must be the same on every worker.",
-                )
-                refuse_all(all_of_them, error)  # type: ignore[arg-type]
-                return None
+        try:
+            check_alike(all_of_them or ())
+        except UsageError as error:
+            refuse_all(all_of_them or (), error)
+            return None
         return all_of_them
 
     def _values(self, request: Request) -> None:
@@ -380,8 +390,3 @@ class Training:
             told = {key: head[key] for key in ("optimizer", "recipes", "state")}
             self._mirrored(self.copies.shard_of(request), "load", int(head["model"]), told, *request.tensors)
         request.answer()
-
-
-def _room_for(request: Request, copy: Copy) -> list[Tensor]:
-    """The values, for a worker that does not pull them afterwards."""
-    return [copy.shard.memory] if request.out_bytes else []

@@ -7,6 +7,7 @@ that did not happen everywhere can be undone. Not for two threads at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,8 +200,17 @@ class Shard:
                 total = self.total(key)
                 self.sums[key] = total if len(self.arrived) == 1 else total.clone()
             found.append(update.sum_of_squares(self.sums[key]))
-            finite = finite and update.finite(self.sums[key])
+            finite = finite and (math.isfinite(found[-1]) or update.finite(self.sums[key]))
         return found, finite
+
+    def broken(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """Which workers' parts of these keys are not finite: (worker, key); worker -1 where only their sum is not."""
+        found = []
+        for key in keys:
+            parts = [(rank, mine.parts[key]) for rank, mine in enumerate(self.arrived) if key in mine.parts]
+            wrong = [(rank, key) for rank, part in parts if not update.finite(part)]
+            found += wrong or [(-1, key)] * (not update.finite(self.total(key)))
+        return found
 
     def check(self, keys: Iterable[int]) -> None:
         """Is everything there that a step of these needs?"""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 from echelon.ps.shard import Shard
 from echelon.ps.staleness import Staleness
+from echelon.verdict import to_plain
 
 Step = Callable[
     [int, Sequence[tuple[Recipe, float, Sequence[int]]], Callable[[int, Tensor | None], Tensor]], None
@@ -30,6 +32,19 @@ Step = Callable[
 
 KEPT_EPOCHS = 8
 """Of which a server remembers the pieces; one epoch of each loader is open at a time."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """About one update, before it is made: how far it is clipped (None: this server alone knows), and whether nobody makes it."""
+
+    factor: float | None = None
+    skips: bool = False
+    whose: tuple[tuple[int, int], ...] = ()
+
+    def plain(self, rule: str) -> dict[str, object]:
+        """What workers are told of an update that is not made."""
+        return {"not_finite": rule, "whose": to_plain(self.whose)}
 
 
 class Counted:
@@ -63,8 +78,10 @@ class Updates:
         self.stop = False
         """Somebody was asked to stop: every answer says so from then on."""
         self.counted = Counted()
-        self.factors: dict[tuple[int, int], float] = {}
-        """Update, as named() has it -> how far it is clipped, where that was decided over several servers."""
+        self.decided: dict[tuple[int, int], Decided] = {}
+        """Update, as named() has it -> what was decided about it before it is made (looking.py)."""
+        self.skipped = 0
+        """Updates that moved nothing: their gradients were not finite."""
         self.then: dict[int, Tensor] = {}
         """Worker -> the values that it computes on, where its gradients are compensated for their delay: one more copy of this
         server's ranges for each worker."""
@@ -90,6 +107,7 @@ class Updates:
             if strength:
                 self.then[request.peer.rank] = self.shard.memory.clone()
             return
+        self.decided.pop(named([request]), None)
         self.stop = self.stop or bool(request.head["stop"])
         request.answer({"updates": self.shard.updates, "stop": self.stop}, [self.shard.memory])
 
@@ -101,6 +119,10 @@ class Updates:
     def carry_out(self, requests: list[Request], step: Step, rule: Delayed | None = None) -> None:
         """One update from these parts, in the order in which they are given; by `rule` where one may be late. Answers them."""
         shard, head = self.shard, requests[0].head
+        decided = self.decided.pop(named(requests), Decided())
+        if decided.skips:
+            self._pass_over(requests, step, decided)
+            return
         parts = [parts_of(shard, request) for request in requests]
         used = {int(key) for request in requests for key in request.head["used"]}
         self.stop = self.stop or any(bool(request.head["stop"]) for request in requests)
@@ -113,15 +135,28 @@ class Updates:
             parts = [
                 {k: _compensated(g, shard.values[k], then[k], rule.compensation) for k, g in parts[0].items()}
             ]
-        sums = {key: _sum([p[key] for p in parts]) for _, keys in groups for key in keys}
-        factor = self.factors.pop(named(requests), None)
+        sums = {key: added([p[key] for p in parts]) for _, keys in groups for key in keys}
+        factor = decided.factor
         if factor is None:
             factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
-        for request in requests:
-            self.staleness.add(max(0, shard.updates - int(request.head["version"])))
+        self._count(requests)
         step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key, out: sums[key])
         for request in requests:
             request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
+
+    def _pass_over(self, requests: list[Request], step: Step, decided: Decided) -> None:
+        """An update that nobody makes: the version moves on, so that nobody waits for it, and nothing else does."""
+        self.stop = self.stop or any(bool(request.head["stop"]) for request in requests)
+        self._count(requests)
+        step(int(requests[0].head["optimizer"]), [], lambda key, out: self.shard.values[key])
+        self.skipped += 1
+        told = {"updates": self.shard.updates, "stop": self.stop, **decided.plain("skip")}
+        for request in requests:
+            request.answer(told, [self.shard.memory])
+
+    def _count(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.staleness.add(max(0, self.shard.updates - int(request.head["version"])))
 
 
 def _slowed(recipe: Recipe, rule: Delayed | None) -> Recipe:
@@ -145,7 +180,7 @@ def parts_of(shard: Shard, request: Request) -> dict[int, Tensor]:
     return found
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
+def added(parts: list[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     out = torch.add(parts[0], parts[1])
@@ -158,14 +193,6 @@ def named(requests: list[Request]) -> tuple[int, int]:
     """The update that these are the parts of: the worker whose it is alone, or -1, and its number."""
     first = requests[0]
     return (first.peer.rank if first.head.get("alone") else -1), int(first.head.get("number", 0))
-
-
-def summary(shard: Shard, requests: list[Request]) -> list[float]:
-    """Of the parts' sum over what this server holds: squares, by range."""
-    parts = [parts_of(shard, request) for request in requests]
-    used = {int(key) for request in requests for key in request.head["used"]}
-    keys = [key for _, keys in requests[0].head["groups"] for key in keys if key in used]
-    return [update.sum_of_squares(_sum([part[key] for part in parts])) for key in keys]
 
 
 def clip_factor(sums: Sequence[Tensor], clip_norm: float) -> float:

@@ -1,20 +1,14 @@
 """A step is never torn: who has reported what, and what follows. Pure.
 
 A part is whole when every server has it; an update is complete when every server applied it; until then each keeps the
-version before. Whether gradients are finite, and how far they are clipped, is decided over all ranges at once.
+version before.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 from echelon.ps.decisions import Part
-
-NanRule = Literal["refuse", "skip", "pass"]
-"""A gradient that is not finite: stop the run, leave the step out, or apply it."""
 
 
 class Arrivals:
@@ -108,69 +102,3 @@ class Kept:
         at = self.versions.index(version) + 1
         gone, self.versions = self.versions[at:], self.versions[:at]
         return gone
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a server tells about the summed gradient of its ranges before anything is applied."""
-
-    finite: bool
-    squares: float
-    """Sum of the squares; only counts if finite."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What every server does with update `step`. Skipped, it counts as an update that moves nothing."""
-
-    step: int
-    action: Literal["apply", "skip", "refuse"]
-    factor: float
-    """Gradients are multiplied by this."""
-    norm: float
-    reason: str
-
-
-class Verdicts:
-    """Collects summaries until all servers told theirs. Not needed, and not waited for, with nan=pass and no clipping."""
-
-    def __init__(self, servers: Iterable[int], *, nan: NanRule = "pass", clip_norm: float = 0.0) -> None:
-        self.servers = tuple(sorted(servers))
-        self.nan = nan
-        self.clip_norm = clip_norm
-        self.term = 0
-        self._told: dict[int, dict[int, Summary]] = {}
-
-    @property
-    def needed(self) -> bool:
-        return self.nan != "pass" or self.clip_norm > 0
-
-    def report(self, server: int, step: int, summary: Summary, term: int = 0) -> Verdict | None:
-        """The verdict, when this was the last summary of the step; what is told of another term is void."""
-        if term != self.term:
-            return None
-        told = self._told.setdefault(step, {})
-        told[server] = summary
-        if any(s not in told for s in self.servers):
-            return None
-        del self._told[step]
-        return verdict(step, {s: told[s] for s in self.servers}, self.nan, self.clip_norm)
-
-    def rollback(self, term: int) -> None:
-        """A new term begins: steps without a verdict are computed again."""
-        self.term = term
-        self._told.clear()
-
-
-def verdict(step: int, told: Mapping[int, Summary], nan: NanRule, clip_norm: float) -> Verdict:
-    """One verdict for all ranges. The sum over servers is exact, so the factor does not depend on their order."""
-    broken = sorted(server for server, summary in told.items() if not summary.finite)
-    if broken and nan != "pass":
-        reason = f"the gradient of step {step} is not finite on server {', '.join(map(str, broken))}"
-        return Verdict(step, nan, 0.0, math.nan, reason)
-    norm = math.nan if broken else math.sqrt(math.fsum(s.squares for s in told.values()))
-    if clip_norm <= 0:
-        return Verdict(step, "apply", 1.0, norm, "not clipped")
-    factor = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_; NaN stays NaN
-    factor = 1.0 if factor > 1.0 else factor
-    return Verdict(step, "apply", factor, norm, f"norm {norm:.6g}, clipped to {clip_norm:g}")

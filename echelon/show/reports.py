@@ -15,6 +15,7 @@ from echelon.launch.rundir import RunDir
 from echelon.launch.start import state_of
 from echelon.show.lines import fold
 from echelon.show.state import duration, number
+from echelon.show.summary import skipped
 
 FOLLOW_S = 0.2
 EVENTS_TAIL_BYTES = 4 << 20
@@ -49,6 +50,7 @@ def status(folder: RunDir) -> dict[str, Any]:
     metrics: dict[str, float] = dict(record.get("metrics") or {})
     failures = []
     pauses = []
+    skips: dict[int, int] = {}
     for event in _events(folder.events):
         if event.get("event") == "Beat" and event.get("rank") is not None:
             steps[event["rank"]] = event
@@ -58,6 +60,8 @@ def status(folder: RunDir) -> dict[str, Any]:
             steps.setdefault(event["rank"], {})["step"] = event["step"]
         elif event.get("event") == "Metric" and "ended" not in record:
             metrics |= event["values"]
+        elif event.get("event") == "UpdateSkipped" and event.get("rank") is not None:
+            skips[event["rank"]] = int(event["total"])
         elif event.get("event") == "WorkersBack":
             pauses.append(float(event["pause_s"]))
         elif event.get("event") == "Failed":
@@ -86,7 +90,7 @@ def status(folder: RunDir) -> dict[str, Any]:
     )
     return {key: record[key] for key in known if key in record} | {
         "state": state_of(folder), "run_dir": str(folder.path), "metrics": metrics, "processes": processes,
-        "failures": failures, "pauses_s": pauses,
+        "failures": failures, "pauses_s": pauses, "skipped": sum(skips.values()),
     }  # fmt: skip
 
 
@@ -122,6 +126,7 @@ def status_lines(report: dict[str, Any]) -> list[str]:
         times = process["incarnation"]
         again = f", started again {times} time{'s' * (times != 1)}" if times else ""
         lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}{again}")
+    lines += skipped(report["skipped"])
     if report["pauses_s"]:
         stood = f"{sum(report['pauses_s']):.1f} s in all, {max(report['pauses_s']):.1f} s at most"
         lines.append(f"  stood still for workers that were started again: {stood}")

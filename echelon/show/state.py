@@ -16,6 +16,7 @@ from echelon.events import (
     PhaseChanged,
     ProcessStarted,
     Serving,
+    UpdateSkipped,
     WorkersBack,
 )
 
@@ -75,6 +76,8 @@ class Progress:
     """How often workers were started again."""
     paused_s: float = 0.0
     """How long the run stood still for them."""
+    skips: dict[int, int] = field(default_factory=dict)
+    """Worker -> updates that it told of as skipped."""
     earlier_samples: int = 0
     """Of workers that were killed."""
     _recent: deque[tuple[float, int, Split]] = field(default_factory=deque)
@@ -96,6 +99,8 @@ class Progress:
         elif isinstance(event, Metric) or (isinstance(event, Logged) and self.num_workers == 1):
             self.metrics |= event.values
             self.step = max(self.step, event.step)
+        elif isinstance(event, UpdateSkipped):
+            self.skips[rank] = self.skips.get(rank, 0) + 1
         elif isinstance(event, WorkersBack):
             self.paused_s += event.pause_s
         elif isinstance(event, ProcessStarted):
@@ -119,6 +124,10 @@ class Progress:
     @property
     def samples(self) -> int:
         return self.earlier_samples + sum(beat.samples for beat in self.beats.values())
+
+    @property
+    def skipped(self) -> int:
+        return sum(self.skips.values())
 
     @property
     def split(self) -> Split:

@@ -27,6 +27,7 @@ def summary(
         lines += fold(f"  {_last(progress)}")
     if progress.step:
         lines += [f"  {line}" for line in [*table(progress, memory), *_traffic(progress)]]
+    lines += skipped(progress.skipped)
     lines += restarts(progress)
     if servers:
         lines += fold(
@@ -67,6 +68,15 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
     if len(ranks) > MAX_RANKS:
         lines.append(f"… and {len(ranks) - MAX_RANKS} more workers: echelon status shows them")
     return lines
+
+
+def skipped(count: int) -> list[str]:
+    """Updates that nobody made; nothing to say if there were none."""
+    if not count:
+        return []
+    return [
+        f"  {count:,} update{'s' * (count > 1)} skipped: {'their' if count > 1 else 'its'} gradients were not finite"
+    ]
 
 
 def restarts(progress: Progress) -> list[str]:

@@ -12,7 +12,7 @@ from echelon.control.handshake import Identity
 from echelon.control.roster import partner
 from echelon.elastic import leads
 from echelon.errors import EchelonError, LinkLost, PeerLost
-from echelon.ps import copies, session
+from echelon.ps import copies, judge, session
 from echelon.ps.held import Held
 from echelon.ps.host import Host
 from echelon.ps.link import Link
@@ -45,7 +45,11 @@ class Site:
     def start(self, rank: int, leading: bool = False) -> None:
         held = copies.Copies(rank, self.workers, self.servers, leads=leading)
         self.training[rank] = session.Training(self.workers, held, Reach(self, rank))
-        services = {session.NAME: self.training[rank], copies.NAME: copies.Copying(held)}
+        services = {
+            session.NAME: self.training[rank],
+            copies.NAME: copies.Copying(held),
+            judge.NAME: judge.Judge(self.servers),
+        }
         self.hosts[rank] = Host(services, TOKEN, RUN)
         self.hosts[rank].start()
 
@@ -125,6 +129,11 @@ class Reach:
             return self.site.link(rank, "server", self.rank)
         except EchelonError:
             return None
+
+    def judge(self) -> Link:
+        with self.site.lock:
+            lead = self.site.leads[0].rank
+        return self.site.link(lead, "server", self.rank)
 
     def copied(self, shard: int, epoch: int, copied: bool) -> bool:
         with self.site.lock:
@@ -294,6 +303,53 @@ def test_a_new_term_and_an_undone_update_reach_the_copies(make):
     assert torch.equal(leader.shard.memory, before)
     assert torch.equal(copy.shard.memory, before)
     assert copy.done == leader.done == {}
+
+
+@pytest.mark.case("nonfinite: never torn")
+def test_an_update_that_is_skipped_moves_nothing_on_any_server_nor_its_copy(make):
+    """Worker 1's part of the second update is not finite in one element, which one server holds; later that server ends."""
+    site = make(2, 2)
+    held = site.held()
+    answers = {}
+
+    def step(rank: int, number: int) -> None:
+        mine = held[rank]
+        flat = grads(number, rank)
+        if (rank, number) == (1, 1):
+            flat[-1] = float("nan")
+        rooms = mine.rooms()
+        _, calls = mine.step(
+            0, [(RECIPES["adam"], ["a", "b"])], [(flat, mine.runs(["a", "b"], [0, N]))], ["a", "b"], rooms,
+            version=number, stop=False, alone=False, clip_norm=0.0, nonfinite="skip",
+        )  # fmt: skip
+        replies = mine.servers.wait(calls, "a step")
+        answers[rank, number] = [reply.head.get("not_finite") for reply in replies]
+        assert [mine.named(tuple(pair)) for r in replies for pair in r.head.get("whose", ())] in (
+            [],
+            [(1, "b")] * 2,
+        )
+        mine.take(rooms)
+
+    for number in (0, 1):
+        assert site.all(lambda w, n=number: step(w, n)) == [None, None]
+    assert answers[0, 0] == [None, None]
+    assert answers[0, 1] == answers[1, 1] == ["skip", "skip"]
+    assert [training.skipped() for training in site.training] == [1, 1]
+    check(held, 1)
+    site.until_copied()
+    site.end(1)
+    for mine in held:
+        mine.follow()
+    assert site.all(lambda w: step(w, 2)) == [None, None]
+    params = [x.clone().requires_grad_() for _, x in params_of(1)[0]]
+    optimizer = torch.optim.Adam(params, lr=0.1, foreach=False)
+    for number in (0, 2):
+        for p, g in zip(params, (grads(number, 0) + grads(number, 1)).split(N), strict=True):
+            p.grad = g
+        optimizer.step()
+    for mine in held:
+        for x, y in zip(mine.params.values(), params, strict=True):
+            torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-13)
 
 
 def test_strangers_and_workers_cannot_write_copies(make):

@@ -10,7 +10,7 @@ import pytest
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, LinkLost, PeerLost
 from echelon.ps.host import Host
-from echelon.ps.judge import NAME, Judge, Reporter, whole
+from echelon.ps.judge import NAME, Judge, Reporter, Summary, Whole, whole
 from echelon.ps.link import Link
 from tests.unit.test_ps_session import RUN, TOKEN, soon
 
@@ -43,7 +43,8 @@ def ask(reporters, told, update=(-1, 1), lost=lambda: None):
 
     def one(shard):
         try:
-            found[shard] = reporters[shard].verdict(shard, 1, update, told[shard], lost)
+            mine = told[shard] if isinstance(told[shard], Summary) else Summary(told[shard])
+            found[shard] = reporters[shard].verdict(shard, 1, update, mine, lost)
         except EchelonError as error:
             found[shard] = error
 
@@ -65,10 +66,12 @@ def test_every_server_gets_the_same_whole(court):
     for number in range(1, 20):
         threads, found = ask(reporters, [[1.0], [2.5], [0.125, 0.125]], (-1, number))
         over(threads)
-        assert found == [3.75] * 3
-    threads, found = ask(reporters, [[1.0], [math.nan], [0.25]], (2, 1))
+        assert found == [Whole(3.75)] * 3
+    broken = Summary([math.nan], False, [(2, 7)])
+    threads, found = ask(reporters, [[1.0], broken, [0.25]], (2, 1))
     over(threads)
-    assert all(math.isnan(x) for x in found)
+    assert all(math.isnan(x.squares) for x in found)
+    assert [(x.finite, x.whose) for x in found] == [(False, ((2, 7),))] * 3
     for reporter in reporters:
         reporter.close()
 
@@ -81,7 +84,7 @@ def test_a_judge_that_dies_has_a_successor_that_hears_everybody_again(court):
     court.host = Host({NAME: Judge(3)}, TOKEN, RUN)
     court.host.start()
     over([*threads, *late])
-    assert [*found[:2], rest[2]] == [7.0] * 3
+    assert [*found[:2], rest[2]] == [Whole(7.0)] * 3
     for reporter in reporters:
         reporter.close()
 
@@ -98,5 +101,5 @@ def test_nobody_waits_for_the_part_of_a_worker_that_is_gone(court):
 
 
 def test_the_sum_does_not_depend_on_who_came_first():
-    told = {2: [1e-16, 3.0], 0: [1.0], 1: [1e-16]}
+    told = {2: Summary([1e-16, 3.0]), 0: Summary([1.0]), 1: Summary([1e-16])}
     assert whole(told) == whole(dict(sorted(told.items())))

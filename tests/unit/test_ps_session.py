@@ -242,7 +242,7 @@ def test_squares_are_those_of_the_sum_and_tell_of_what_is_not_finite(site, share
 
     assert made.all(lambda r: act(r, 1.5, 1)) == [{"squares": [36.0], "finite": True}] * 2
     endless = made.all(lambda r: act(r, float("inf") if r else 1.0, 2))
-    assert [found["finite"] for found in endless] == [False, False]
+    assert [(found["finite"], found["whose"]) for found in endless] == [(False, [[1, 0]])] * 2
 
 
 @pytest.mark.case("ps: what is missing is named")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from echelon.ps.decisions import Part
 from echelon.ps.staleness import EXACT, Staleness
-from echelon.ps.versions import Arrivals, Completion, Kept, Summary, Verdict, Verdicts, agreed, verdict
+from echelon.ps.versions import Arrivals, Completion, Kept, agreed
 
 
 def test_a_part_is_whole_once_when_the_last_server_has_it():
@@ -91,45 +90,6 @@ def test_there_is_always_a_version_to_go_back_to_and_never_more_than_asked_for(m
             kept.rollback(complete)
         assert kept.versions == tuple(range(complete, kept.newest + 1))
         assert len(kept.versions) <= most + 1
-
-
-FINE, BROKEN = Summary(True, 9.0), Summary(False, math.inf)
-
-
-@pytest.mark.case("ps: NaN verdict and clip factor are global")
-@pytest.mark.parametrize(
-    ("nan", "action", "factor"), [("refuse", "refuse", 0.0), ("skip", "skip", 0.0), ("pass", "apply", 1.0)]
-)
-def test_one_server_with_a_gradient_that_is_not_finite_decides_for_all(nan, action, factor):
-    found = verdict(7, {0: FINE, 1: BROKEN}, nan, 0.0)
-    assert (found.step, found.action, found.factor) == (7, action, factor)
-    assert nan == "pass" or found.reason == "the gradient of step 7 is not finite on server 1"
-
-
-def test_the_clip_factor_is_that_of_the_norm_over_all_ranges():
-    found = verdict(0, {0: Summary(True, 9.0), 1: Summary(True, 16.0)}, "refuse", 2.5)
-    assert found == Verdict(0, "apply", 2.5 / (5.0 + 1e-6), 5.0, found.reason)
-    assert verdict(0, {0: Summary(True, 4.0)}, "refuse", 2.5).factor == 1.0
-    assert math.isnan(verdict(0, {0: BROKEN}, "pass", 2.5).factor)
-
-
-def test_the_clip_factor_does_not_depend_on_how_ranges_lie():
-    squares = [random.Random(3).expovariate(1e-3) for _ in range(50)]
-    ways = [dict(enumerate(Summary(True, s) for s in squares)), dict(enumerate(Summary(True, s) for s in reversed(squares)))]  # fmt: skip
-    assert len({verdict(0, told, "pass", 1.0).factor for told in ways}) == 1
-
-
-def test_a_verdict_waits_for_every_server_and_forgets_what_a_rollback_made_void():
-    verdicts = Verdicts([0, 1], nan="skip")
-    assert verdicts.needed
-    assert not Verdicts([0, 1]).needed
-    assert verdicts.report(0, 4, BROKEN) is None
-    verdicts.rollback(term=1)
-    assert verdicts.report(1, 4, FINE, term=0) is None
-    assert verdicts.report(1, 4, FINE, term=1) is None
-    found = verdicts.report(0, 4, FINE, term=1)
-    assert found is not None
-    assert found.action == "apply"
 
 
 # staleness
