@@ -115,7 +115,9 @@ def grad_sync(
         free.nonfinite = strategy.nonfinite
         return free
     if world.servers is not None and strategy.apply == "server":
-        return PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
+        pushes = PushSync(params, group, world.servers, world.servers.new_model(), **sizes)
+        pushes.arrivals.wanted = not strategy.ema  # the average is moved with all values after every step
+        return pushes
     wire: Wire = PlainWire(group)
     if compression and pays(group.size):
         wire = CodedWire(group, compression)

@@ -23,7 +23,7 @@ from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
 from echelon.keeping import Keeping
 from echelon.loop import Yielding
-from echelon.parallel import backward, clip, norm
+from echelon.parallel import arriving, backward, clip, norm
 from echelon.parallel.average import Average
 from echelon.parallel.exchange import Exchange, ReduceOp
 from echelon.prepare import evaluate as evaluating
@@ -389,4 +389,5 @@ class Run:
         self.first_step.end()
         self.log_book.flush()
         self.keeping.close()
+        arriving.settle()  # whoever reads parameters from now on finds them as the last step left them
         self.world.close()

@@ -89,6 +89,8 @@ ROWS = {
     "ps: the same answer while servers are killed", "ps: kill -9 of a server with a copy", "ps: 50 random kills of servers and workers in one run", "ps: both copies gone at once",
     "ps: a copy takes over, and never less than was acknowledged",
     "ps: a checkpoint loads without servers, and the reverse", "ps: .grad of apply=server is never silently a part",
+    "ps: values arrive behind the next forward", "ps: whoever reads a parameter gets its new values",
+    "ps: where values cannot be hidden, step() waits", "ps: values that never come lose the next step",
     "ps: sums in the order of ranks", "ps: a server's step is the sum's step", "ps: a push is provisional", "ps: norms are those of the sum",
     "ps: what is missing is named", "ps: workers that step differently are told", "ps: a worker that goes is told to those who wait",
     "ps: garbage of a worker is told to it alone", "ps: a server's state loads at any number of servers",

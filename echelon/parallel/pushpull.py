@@ -5,7 +5,8 @@ Buckets, weights, groups of micro-steps and the tail are those of all-reduce; wh
 1. a full bucket is pushed, in pieces to the servers that hold its parameters; the tail alone goes around among the workers
 2. `.grad` holds no numbers (elsewhere.py); a push is provisional: a further backward takes it back, adds and pushes again,
    zero_grad takes it back
-3. apply(): every worker asks every server for the step; all get the new values
+3. apply(): every worker asks every server for the step; all get the new values, with the answer or behind the next forward
+   (arriving.py)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from echelon.comm.group import Group, Met, Outcome, Work
 from echelon.errors import LinkLost, PeerLost, StrategyError
 from echelon.parallel import backward, tail
 from echelon.parallel.allreduce import MEETING_LIMIT_S, AllReduceSync
+from echelon.parallel.arriving import Arrivals
 from echelon.parallel.buckets import Bucket, Slot
 from echelon.parallel.elsewhere import OnServers, not_here
 from echelon.parallel.gradsync import Groups, Share
@@ -84,6 +86,7 @@ class PushSync(AllReduceSync):
         self.factors: dict[int, float] = {}
         """Slot -> what clipping multiplies its gradient with in the next step."""
         self.failed: Outcome | None = None
+        self.arrivals = Arrivals(self.held, {name: p for name, p, _ in params}, self._waited)
         super().__init__(params, group, wire=PushWire(group), **sizes)
         self.order = None
         for slot in self.slots:
@@ -234,8 +237,8 @@ class PushSync(AllReduceSync):
                 self._push(bucket)
         began = time.perf_counter()
         outcome = self._tell(late).wait(Deadline.after(MEETING_LIMIT_S))
-        if isinstance(outcome, Met) and self.failed is not None:
-            outcome = self.failed
+        if isinstance(outcome, Met):
+            outcome = self.failed or self.arrivals.never or outcome
         if isinstance(outcome, Met):
             self._hand_back()
         self._met(outcome, time.perf_counter() - began)
@@ -278,7 +281,14 @@ class PushSync(AllReduceSync):
                 if slot.bucket is not None:
                     self._reclaim(slot.bucket)
 
+    def drain(self) -> None:
+        self.arrivals.settle()
+
+    def _waited(self, seconds: float) -> None:
+        self.wait_s += seconds
+
     def forget(self) -> None:
+        self.arrivals.settle()
         for bucket in self.buckets:
             self._reclaim(bucket)
         self.filled.clear()
@@ -290,6 +300,8 @@ class PushSync(AllReduceSync):
     def rejoin(self, brings: bool) -> None:
         """After Servers.enter(): this worker was there before, and its parameters are those after the last commit. One of those
         workers brings them to the servers; it must be done before anybody steps or pulls."""
+        self.arrivals.settle()
+        self.arrivals.check()
         self.failed = None
         self.pushed.clear()
         self.held.bring() if brings else self.held.gather()
@@ -299,6 +311,7 @@ class PushSync(AllReduceSync):
 
     def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
         """The sum of squares of the global gradient of these, and whether it is finite. Every worker calls it."""
+        self.arrivals.settle()
         mine = [s for s in self._mine(params) if s.param.grad is not None]
         self._bring(mine)
         found, finite = self.held.squares([s.name for s in mine]) if mine else ([], True)
@@ -317,7 +330,10 @@ class PushSync(AllReduceSync):
             self.factors[slot.index] = self.factors.get(slot.index, 1.0) * factor
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
-        """The optimizer's step on the servers; these parameters have their new values when it returns Met."""
+        """The optimizer's step on the servers; these parameters have their new values when it returns Met, or when somebody looks."""
+        self.arrivals.settle()
+        if self.arrivals.never is not None:
+            return self.arrivals.never
         self._upload_changes()
         self._bring(s for _, params in groups for s in self._mine(params) if s.param.grad is not None)
         stepping: list[tuple[Recipe, float, list[str]]] = []
@@ -332,9 +348,10 @@ class PushSync(AllReduceSync):
                 elif slot.bucket is not None:
                     unused.append(slot.name)
             stepping += [(recipe, factor, names) for factor, names in factors.items()]
+        hidden = not self.arrivals.why_not()
         began = time.perf_counter()
         try:
-            self.held.apply(optimizer, stepping, unused)
+            self.held.apply(optimizer, stepping, unused, values=not hidden)
         except (LinkLost, PeerLost) as error:
             return lost(error)
         finally:
@@ -349,7 +366,7 @@ class PushSync(AllReduceSync):
         self.changed |= (
             self.pushed.keys()
         )  # another optimizer's are still there, ours are used: pushed anew next time
-        self._note_versions()
+        self.arrivals.stepped(hidden, self._note_versions)
         return Met()
 
     def _note_versions(self) -> None:
@@ -372,6 +389,7 @@ class PushSync(AllReduceSync):
     def load(self, optimizer: int, groups: Groups, state: Any) -> None:
         """Parameters and the optimizer's state as they are here become the servers'. Every worker calls it; worker 0's count."""
         named = [(recipe, [s.name for s in self._mine(params)]) for recipe, params in groups]
+        self.arrivals.settle()
         names = {s.name: s.param for s in self.slots}
         kept = {name: dict(state.get(p, {})) for name, p in names.items()}
         self.held.load(optimizer, named, kept)

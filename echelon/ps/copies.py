@@ -31,6 +31,10 @@ class Copy:
     broken: str = ""
     """Why a copy is of no use: something failed on the way."""
 
+    def values_for(self, request: Request) -> list[Tensor]:
+        """All values, for a worker that has room for them and does not pull them afterwards."""
+        return [self.shard.memory] if request.out_bytes else []
+
 
 class Copies:
     """Everything that one server holds. Locked by whoever changes what is led or in which epoch."""

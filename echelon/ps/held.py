@@ -9,18 +9,23 @@ import torch
 from torch import Tensor
 
 from echelon import verdict
+from echelon.clock import Deadline
 from echelon.errors import UsageError, WorldError
 from echelon.ps.keys import Holder, Placement, place
 from echelon.ps.keys import Tensor as Spec
 from echelon.ps.pending import Pending
 from echelon.ps.recipes import Recipe
 from echelon.ps.route import Routed
+from echelon.ps.spans import Piece
 from echelon.ps.worker import Servers
 
 Call = Pending | Routed
 
 SMALL_NUMEL = 16 * 1024
 """Ranges up to this are put together before they are compared: there may be thousands, and a call each takes longer than the copy."""
+
+ALONE = 2
+"""A tensor's memory is held by the tensor, and by who asks for their number."""
 
 
 class Held:
@@ -39,6 +44,10 @@ class Held:
         self.pulled: list[Tensor] = []
         """By server: its ranges as they were pulled last."""
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """The same by parameter, past autograd's counters."""
+        self._own: dict[str, int] = {}
+        """How many of the tensors that share a parameter's memory are ours."""
         self._pushes = self.steps = 0
         for index, link in enumerate(servers.links):
             size = self.placement.memory_bytes(Holder("server", index))
@@ -58,6 +67,8 @@ class Held:
         places = [p.data_ptr() for p in self.params.values()]
         if places == self._places:
             return
+        self._pairs, self._by_name = ([], []), {}
+        before = {name: _sharing(p) for name, p in self.params.items()}
         into, flats = [], {name: _flat(p) for name, p in self.params.items()}
         for r in self.placement.ranges:
             flat, dtype = flats[r.tensor.name], getattr(torch, r.tensor.dtype)
@@ -68,8 +79,12 @@ class Held:
                 )
             memory = self.pulled[r.holder.rank][r.offset_bytes : r.offset_bytes + r.nbytes]
             into.append((flat[r.begin : r.end], memory.view(dtype)))
+            self._by_name.setdefault(r.tensor.name, []).append((into[-1][0].data, into[-1][1]))
         self._pairs = [live for live, _ in into], [memory for _, memory in into]
         self._places = places
+        flats.clear()
+        del flat
+        self._own = {name: _sharing(p) - before[name] for name, p in self.params.items()}
 
     def edited(self) -> bool:
         """Did the script write into parameters since they were pulled? Sees every bit, also what was written past autograd's
@@ -247,10 +262,14 @@ class Held:
         return worker, self.placement.ranges[key].tensor.name if 0 <= key < len(self.placement.ranges) else ""
 
     def apply(
-        self, optimizer: int, groups: Sequence[tuple[Recipe, float, Sequence[str]]], unused: Sequence[str]
+        self,
+        optimizer: int,
+        groups: Sequence[tuple[Recipe, float, Sequence[str]]],
+        unused: Sequence[str],
+        values: bool = True,
     ) -> None:
         """The optimizer's step on the servers, with each group's factor times the gradient; the parameters are the new ones when
-        it returns. Every worker calls it."""
+        it returns, or without `values` as they were: see ask(). Every worker calls it."""
         number = self.servers.number(self.model)
         skip = self.keys(unused)
         keyed = [(recipe.to_plain(), factor, self.keys(names)) for recipe, factor, names in groups]
@@ -260,9 +279,40 @@ class Held:
                 "model": self.model, "number": number, "optimizer": optimizer, "unused": skip[index],
                 "groups": [[plain, factor, keys[index]] for plain, factor, keys in keyed],
             }  # fmt: skip
-            pendings.append(link.call("train.apply", head, out=[self.pulled[index]]))
-        self.servers.wait(pendings, "the servers' step", sum(x.nbytes for x in self.pulled))
-        self.swap_in()
+            pendings.append(link.call("train.apply", head, out=[self.pulled[index]] if values else None))
+        self.servers.wait(pendings, "the servers' step", sum(x.nbytes for x in self.pulled) if values else 0)
+        if values:
+            self.swap_in()
+
+    # -- values that come later ------------------------------------------------------------------------------------
+
+    def ask(self, piece: Piece) -> list[Call]:
+        """Asks for some of the values after the step that all servers have made. Returns at once; the next step must not be asked for
+        before they are here."""
+        calls: list[Call] = []
+        for link, memory, spans in zip(self.servers.links, self.pulled, piece.spans, strict=True):
+            if spans:
+                head = {"model": self.model, "spans": [list(span) for span in spans]}
+                calls.append(link.call("train.pull", head, out=[memory[begin:end] for begin, end in spans]))
+        return calls
+
+    def arrived(self, calls: Sequence[Call], piece: Piece) -> None:
+        """Blocks until they are here."""
+        if any(not call.done for call in calls):
+            self.servers.wait(calls, "values of the servers", piece.nbytes)
+        for call in calls:
+            call.wait(Deadline.after(0))  # done: raises what came instead
+
+    @torch.no_grad()
+    def put(self, names: Sequence[str]) -> None:
+        """These parameters become what was pulled; autograd's counters do not see it."""
+        pairs = [pair for name in names for pair in self._by_name.get(name, ())]
+        if pairs:
+            torch._foreach_copy_([live for live, _ in pairs], [memory for _, memory in pairs])
+
+    def shared(self, name: str) -> bool:
+        """Is there a tensor of the script's that shares this parameter's memory?"""
+        return _sharing(self.params[name]) - self._own[name] != ALONE
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -316,6 +366,12 @@ class Held:
             head = {"model": self.model, "optimizer": optimizer, "recipes": recipes, "state": told}
             calls.append(link.call("train.load", head, tensors))
         self.servers.wait(calls, "state to the servers")
+
+
+def _sharing(x: Tensor) -> int:
+    """How many hold the memory of x, the one who asks included; -1 if this torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return -1 if count is None else int(count(x.untyped_storage()._cdata))
 
 
 def _bits(x: Tensor) -> Tensor:

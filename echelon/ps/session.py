@@ -5,9 +5,9 @@ train.open     the ranges that a server holds of a model; worker 0 brings their 
 train.push     gradients of some ranges: provisional, answered once they were used or taken back
 train.back     takes a push back
 train.squares  what every worker's pushes sum up to: squares and whether it is finite
-train.apply    every worker's optimizer steps: all get the new values
+train.apply    every worker's optimizer steps: all who have room for them get the new values
 train.step     a worker's part of an update and its step in one, where workers are not at one place (steps.py)
-train.pull     the values as they are
+train.pull     the values as they are, or some bytes of them
 train.values   a worker changed values itself
 train.state    the optimizer's state of some ranges
 train.load     … and back
@@ -41,7 +41,7 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.staleness import Staleness
 from echelon.ps.steps import check_same, named
-from echelon.ps.together import Together, carry_out, refuse_all, sense
+from echelon.ps.together import Together, carry_out, check_alike, refuse_all, sense
 from echelon.verdict import to_plain
 
 NAME = "train"
@@ -80,7 +80,7 @@ class Training:
         if not 0 <= request.peer.rank < self.num_workers:
             raise UsageError(f"there is no worker {request.peer.rank} of {self.num_workers}")
         activity.moved()
-        outside = request.verb in ("enter", "lead")
+        outside = request.verb in ("enter", "lead", "pull")  # what was committed stays so in the next term
         if not outside and self._entered.get(request.peer.rank, (0, 0))[0] < self.term:
             raise PeerLost(f"{request.peer} called {request.verb} in a term that is over")
         with sense(request):
@@ -265,7 +265,7 @@ class Training:
                 groups, unused = request.head["groups"], request.head["unused"]
                 keys = [*(key for _, _, of in groups for key in of), *unused]
                 copy.shard.used(keys, request.peer.rank)
-                request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
+                request.answer({"updates": copy.shard.updates}, copy.values_for(request))
             return
         all_of_them = self._all(request, "apply")
         if all_of_them is not None:
@@ -282,7 +282,7 @@ class Training:
         self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.total)
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
         for one in requests:
-            one.answer({"updates": shard.updates}, [shard.memory])
+            one.answer({"updates": shard.updates}, copy.values_for(one))
 
     def _update(self, copy: Copy, requests: list[Request], following: int, *update: Any) -> None:
         """Here and on the partner: optimizer, groups, the gradient of a key."""
@@ -348,16 +348,11 @@ class Training:
         """All workers' requests, if they ask for the same."""
         head, shard = request.head, self.copies.shard_of(request)
         all_of_them = self.together.add((what, shard, head["model"], head["number"]), request)
-        for other in all_of_them[1:] if all_of_them else []:
-            first = all_of_them[0].head  # type: ignore[index]
-            if other.head != first and repr(other.head) != repr(first):  # a NaN is none's equal
-                differs = [k for k in head if repr(other.head.get(k)) != repr(first.get(k))]
-                error = UsageError(
-                    f"worker {other.peer.rank} steps with another {', '.join(differs)} than worker 0",
-                    remedy="Learning rates, parameter groups and clipping must be the same on every worker.",
-                )
-                refuse_all(all_of_them, error)  # type: ignore[arg-type]
-                return None
+        try:
+            check_alike(all_of_them or ())
+        except UsageError as error:
+            refuse_all(all_of_them or (), error)
+            return None
         return all_of_them
 
     def _values(self, request: Request) -> None:
@@ -378,7 +373,9 @@ class Training:
         copy = self.copies.of(request)
         with copy.lock:
             copy.updates.sent(request.peer.rank)
-            request.answer({"updates": copy.shard.updates}, [copy.shard.memory])
+            memory, spans = copy.shard.memory, request.head.get("spans")
+            wanted = [memory] if spans is None else [memory[begin:end] for begin, end in spans]
+            request.answer({"updates": copy.shard.updates}, wanted)
 
     def _state(self, request: Request) -> None:
         copy = self.copies.of(request)

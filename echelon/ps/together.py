@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from echelon.errors import EchelonError, PeerLost, UsageError, WireError
 from echelon.ps.service import Request
@@ -89,7 +89,19 @@ def carry_out(requests: list[Request], act: Callable[[], None]) -> None:
         refuse_all(requests, error)
 
 
-def refuse_all(requests: list[Request], error: EchelonError) -> None:
+def check_alike(requests: Sequence[Request]) -> None:
+    """Do all workers ask for the same step?"""
+    for other in requests[1:]:
+        first = requests[0].head
+        if other.head != first and repr(other.head) != repr(first):  # a NaN is none's equal
+            differs = [k for k in first if repr(other.head.get(k)) != repr(first.get(k))]
+            raise UsageError(
+                f"worker {other.peer.rank} steps with another {', '.join(differs)} than worker 0",
+                remedy="Learning rates, parameter groups and clipping must be the same on every worker.",
+            )
+
+
+def refuse_all(requests: Sequence[Request], error: EchelonError) -> None:
     for request in requests:
         request.refuse(error)
 

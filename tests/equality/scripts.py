@@ -614,6 +614,41 @@ def values_written_through_data(run):
 
 
 @feature
+def parameters_read_right_after_each_step(run):
+    """By everybody who may: averages, copies, prints, state dicts, a vector of all of them."""
+    model, opt, loader = ready(run)
+    average, seen = torch.optim.swa_utils.AveragedModel(model), {}
+    for x, y in loader:
+        learn(F.cross_entropy(model(x), y), opt)
+        readers = [
+            lambda: model[0].weight.norm(),
+            lambda: copy.deepcopy(model)[2].weight,
+            lambda: nn.utils.parameters_to_vector(model.parameters()),
+            lambda: model.state_dict()["2.bias"].clone(),
+            lambda: functional_call(
+                model, dict(model.named_parameters()), (torch.ones(1, model[0].in_features, dtype=D),)
+            ),
+        ]
+        read = len(seen) % len(readers)  # another one in each step
+        seen[f"step {len(seen)}"] = readers[read]().detach()
+        average.update_parameters(model)
+    found = {f"average {k}": v for k, v in average.module.state_dict().items()}
+    return weights(model) | seen | found
+
+
+@feature
+def penalties_on_parametrised_weights(run):
+    """The loss reads every parameter by itself, and some are computed from others."""
+    model = net()
+    model[0] = weight_norm(model[0])
+    model, opt, loader = run.prepare(model, sgd(model), shuffled(data()))
+    for x, y in loader:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        learn(F.cross_entropy(model(x), y) + 1e-2 * penalty, opt)
+    return weights(model)
+
+
+@feature
 def gradients_that_nobody_zeroes(run):
     """They outlive their step, clipped as they were; a second step uses them again."""
     model, opt, loader = ready(run, straight())

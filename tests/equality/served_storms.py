@@ -17,8 +17,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon import faults
+from echelon.parallel import arriving
 from tests.equality import resumed, storms
 from tests.equality.resumed import Runs, same, stopped_and_resumed
+
+arriving.LOCAL, arriving.WORTH_BYTES = True, 0
+"""Values come behind the next forward, on one host and of small models too."""
 
 
 def on_servers(strategy):

@@ -39,7 +39,8 @@ SOME = [
     "a_layer_thawed_in_mid_training", "closure", "accumulation_by_hand_with_a_rest", "two_losses_two_backwards", "gan", "loose_parameters",
     "batchnorm_1d_and_scheduler_per_epoch", "run_mean_over_unequal_counts", "run_step", "a_gan_that_toggles_requires_grad",
     "add_param_group_with_a_new_module", "a_replaced_head_in_the_old_group", "two_experts_of_which_a_worker_uses_one",
-    "parameters_tied_across_two_models", "many_small_parameters", "a_worker_without_a_backward", "values_written_through_data", "gradients_that_nobody_zeroes",
+    "parameters_tied_across_two_models", "many_small_parameters", "a_worker_without_a_backward", "values_written_through_data",
+    "parameters_read_right_after_each_step", "penalties_on_parametrised_weights", "gradients_that_nobody_zeroes",
     "a_scaler_that_skips_an_epochs_last_step", "one_cycle_scheduler", "two_optimizers_after_one_backward_without_a_loader",
 ]  # fmt: skip
 REST = [name for name in features.FEATURES if name not in SOME]

@@ -25,7 +25,9 @@ TRAIN = """
     import torch.nn as nn
     import torch.nn.functional as F
     import echelon
+    from echelon.parallel import arriving
 
+    arriving.LOCAL, arriving.WORTH_BYTES = True, 0  # with apply=server values come behind the next forward, here too
     pause_s, epochs, judged = float(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3
     run = echelon.init(seed=3)
     torch.manual_seed(0)
