@@ -106,6 +106,10 @@ class Serving(Sign):
     bytes_out: int = 0
     stale: list[int] = field(default_factory=list)
     """By how many updates parts were behind: p50, p99, max. Empty where none can be."""
+    behind: dict[str, int] = field(default_factory=dict)
+    """The same as a histogram: 0, 1, 2-3, 4-7, 8-15 … updates, each class by its lower end -> parts."""
+    busy_s: float = 0.0
+    """From its first update or sum to its last, to about a beat."""
     dropped: int = 0
     returned: int = 0
     """Parts that came too late for their step (backup), and pieces that came back from workers that are gone."""

@@ -80,6 +80,7 @@ ROWS = {
     "ps: backup drops exactly the late ones", "ps: the ledger is complete", "ps: nobody starves", "ps: a step is never torn",
     "ps: NaN verdict and clip factor are global", "ps: staleness statistics",
     "nonfinite: the decision", "nonfinite: skipped as by hand", "nonfinite: refused by name", "nonfinite: never torn", "nonfinite: seen",
+    "ps: what servers did is seen",
     "ps: optimizers equal torch's",
     "ps: one contract for every link", "ps: back-pressure instead of memory growth", "ps: a forked child has no links",
     "echelon serve", "ps: servers reached from another host", "ps: garbage harms nobody", "ps: a client that stops holds up nobody", "ps: kill -9 of a client or a server in mid-call",

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 from echelon.clock import Clock
 from echelon.control.calls import fits
 from echelon.control.roster import SERVER, WORKER
-from echelon.events import Beat, Event, Failed, Left, Logged, Printed, Serving, Sign, from_dict
+from echelon.events import Beat, Event, Failed, Left, Logged, Printed, RunEnded, Serving, Sign, from_dict
 
 BEAT_FILE_S = 5.0
 """events.jsonl gets one sign of life a process in this time; watchers get all."""
@@ -43,6 +43,8 @@ class History:
             time.time() * 1e6
         )  # so that a watcher's place in an earlier life lies before this one
         self._beat_written: dict[tuple[type[Event], int | None], float] = {}
+        self._kept_back: dict[tuple[type[Event], int | None], bytes] = {}
+        """The last sign of each process, where the file lacks it."""
         self._news = asyncio.Event()
 
     def add(self, event: Event) -> None:
@@ -53,10 +55,24 @@ class History:
         self._next += 1
         while len(self._held) > MAX_EVENTS or self._held_bytes > MAX_EVENT_BYTES:
             self._held_bytes -= self._held.popleft()[1]
+        if isinstance(event, RunEnded):
+            self._write_signs()
         if self._due_in_file(event):
-            with contextlib.suppress(OSError):  # a full disk must not end the run's control
-                os.write(self._fd, line)
+            self._kept_back.pop((type(event), event.rank), None)
+            self._write(line)
+        elif isinstance(event, Sign) and len(self._kept_back) < MAX_ITEMS:
+            self._kept_back[type(event), event.rank] = line
         self._news.set()
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the run's control
+            os.write(self._fd, line)
+
+    def _write_signs(self) -> None:
+        """The run is over: the file has everybody's last sign, with the counters of the whole run."""
+        signs, self._kept_back = self._kept_back, {}
+        for line in signs.values():
+            self._write(line)
 
     async def watch(self, after: int, timeout_s: float) -> dict[str, Any]:
         """Events numbered `after` or later, at most as many as fit a reply; waits for one until the timeout."""
@@ -77,6 +93,7 @@ class History:
         return {"events": events, "next": oldest + start + len(events)}
 
     def close(self) -> None:
+        self._write_signs()
         os.close(self._fd)
 
     def _due_in_file(self, event: Event) -> bool:

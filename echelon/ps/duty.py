@@ -7,6 +7,7 @@ table, that servers are needed no more: the workers may still read from it while
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from echelon.control.rpc import Client, Unreached
 from echelon.env import Place
 from echelon.errors import AuthError, WorldError
 from echelon.events import Serving
+from echelon.ps.pace import Pace
 
 if TYPE_CHECKING:
     from echelon.ps.dealing import Dealing
@@ -58,7 +60,7 @@ def serve(member: Member, place: Place) -> int:
     host.start()
     try:
         key, value = address_key(place.rank), host.address.encode()
-        member.report = partial(_sign, training, apart, deals, host)
+        member.report = partial(_sign, training, apart, deals, host, Pace())
         member.call("store.set", Deadline.after(CALL_S), key=key, value=value)
         wait_until_over(member)
     finally:
@@ -67,11 +69,13 @@ def serve(member: Member, place: Place) -> int:
     return 0
 
 
-def _sign(training: Training, apart: Local, deals: Dealing, host: Host) -> Serving:
-    counters = host.counters
+def _sign(training: Training, apart: Local, deals: Dealing, host: Host, pace: Pace) -> Serving:
+    counters, stale = host.counters, training.stale()
+    updates = training.updates + apart.updates
     return Serving(
-        doing="serving", updates=training.updates + apart.updates, sums=training.sums, bytes_in=counters.bytes_in,
-        bytes_out=counters.bytes_out, stale=training.stale(), dropped=deals.dropped, returned=deals.returned,
+        doing="serving", updates=updates, sums=training.sums, bytes_in=counters.bytes_in, bytes_out=counters.bytes_out,
+        stale=[stale.p50, stale.p99, stale.max] if stale.total else [], behind=stale.classes(),
+        busy_s=pace.look(time.monotonic(), updates + training.sums), dropped=deals.dropped, returned=deals.returned,
         skipped=training.skipped(),
     )  # fmt: skip
 

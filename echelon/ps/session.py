@@ -102,12 +102,12 @@ class Training:
         if self.reporter is not None:
             self.reporter.close()
 
-    def stale(self) -> list[int]:
-        """By how many updates the parts of all models were behind: p50, p99, max."""
+    def stale(self) -> Staleness:
+        """By how many updates the parts of all models were behind."""
         found = Staleness()
         for copy in list(self.copies.held.values()):
             found.merge(copy.updates.staleness.histogram(), copy.updates.staleness.max)
-        return [found.p50, found.p99, found.max] if found.total else []
+        return found
 
     def skipped(self) -> int:
         """Updates that moved nothing, of all models: each server passes over the same ones."""

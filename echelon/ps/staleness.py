@@ -53,6 +53,14 @@ class Staleness:
             self.total += times
         self.max = max(self.max, largest)
 
+    def classes(self) -> dict[str, int]:
+        """The histogram in few classes, for people and events: 0, 1, 2-3, 4-7, 8-15 … by their lower ends -> how many."""
+        found: dict[int, int] = {}
+        for top, times in self._counts.items():
+            lower = 1 << (top.bit_length() - 1) if top else 0
+            found[lower] = found.get(lower, 0) + times
+        return {str(lower): found[lower] for lower in sorted(found)}
+
 
 def _class(value: int) -> int:
     return value if value < EXACT else (1 << value.bit_length()) - 1

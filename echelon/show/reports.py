@@ -10,15 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import UsageError
+from echelon.events import Serving
 from echelon.launch import rundir
 from echelon.launch.rundir import RunDir
 from echelon.launch.start import state_of
 from echelon.show.lines import fold
 from echelon.show.state import duration, number
-from echelon.show.summary import skipped
+from echelon.show.summary import dealt, skipped, staleness, work_of
 
 FOLLOW_S = 0.2
 EVENTS_TAIL_BYTES = 4 << 20
+SERVED = (
+    "updates",
+    "sums",
+    "bytes_in",
+    "bytes_out",
+    "busy_s",
+    "stale",
+    "behind",
+    "dropped",
+    "returned",
+    "skipped",
+)
+"""What `status` tells of a server, as in the event Serving."""
 
 
 def runs_table() -> list[str]:
@@ -74,6 +88,8 @@ def status(folder: RunDir) -> dict[str, Any]:
             "role": process.role, "rank": process.rank, "host": process.host, "pid": process.pid,
             "alive": process.alive, "code": process.code, "step": beat.get("step"), "doing": beat.get("doing") or "",
             "peak_rss_bytes": beat.get("peak_rss_bytes", 0), "incarnation": process.incarnation,
+            **{key: beat[key] for key in SERVED if process.role == "server" and key in beat},
+            **({"waiting": waited} if process.role == "worker" and (waited := _waited(beat)) is not None else {}),
         })  # fmt: skip
     known = (
         "name",
@@ -92,6 +108,24 @@ def status(folder: RunDir) -> dict[str, Any]:
         "state": state_of(folder), "run_dir": str(folder.path), "metrics": metrics, "processes": processes,
         "failures": failures, "pauses_s": pauses, "skipped": sum(skips.values()),
     }  # fmt: skip
+
+
+def _waited(beat: dict[str, Any]) -> float | None:
+    """The share of its time that a worker waited for others."""
+    return round(beat["wait_s"] / beat["total_s"], 4) if beat.get("total_s") and "wait_s" in beat else None
+
+
+def _served(report: dict[str, Any]) -> list[str]:
+    """What servers did, and how far behind gradients were."""
+    told = {
+        process["rank"]: Serving(**{key: process[key] for key in SERVED if key in process})
+        for process in report["processes"]
+        if process["role"] == "server"
+    }
+    said = [f"server {rank}: {', '.join(did)}" for rank, one in told.items() if (did := work_of(one))]
+    lines = fold("  " + " · ".join(said)) if said else []
+    lines += staleness(told.values())
+    return lines + (fold("  " + again) if (again := dealt(told.get(0))) else [])
 
 
 def status_lines(report: dict[str, Any]) -> list[str]:
@@ -125,7 +159,9 @@ def status_lines(report: dict[str, Any]) -> list[str]:
         doing = f", {process['doing']}" if process["doing"] and process["alive"] else ""
         times = process["incarnation"]
         again = f", started again {times} time{'s' * (times != 1)}" if times else ""
-        lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}{again}")
+        waits = f", waiting {process['waiting']:.0%}" if "waiting" in process else ""
+        lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}{waits}{again}")
+    lines += _served(report)
     lines += skipped(report["skipped"])
     if report["pauses_s"]:
         stood = f"{sum(report['pauses_s']):.1f} s in all, {max(report['pauses_s']):.1f} s at most"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from echelon import env
@@ -33,8 +33,8 @@ def summary(
         lines += fold(
             "  " + " · ".join(_server(progress.servers.get(r), r, servers[r]) for r in sorted(servers))
         )
-        lines += _staleness(progress)
-        lines += fold("  " + said) if (said := _dealt(progress, killed)) else []
+        lines += staleness(progress.servers.values())
+        lines += fold("  " + said) if (said := dealt(progress.servers.get(0), killed)) else []
     return [
         *lines,
         f"  folder {short(run_dir)}",
@@ -101,25 +101,43 @@ def _traffic(progress: Progress) -> list[str]:
 
 def _server(told: Serving | None, rank: int, peak: int) -> str:
     said = [f"server {rank}: {_memory(peak)}"]
-    if told is not None and told.updates + told.sums:
-        said.append(f"{told.updates:,} updates" if told.updates else f"{told.sums:,} sums")
-        said += [f"{_amount(told.bytes_in)} in", f"{_amount(told.bytes_out)} out"]
-    return ", ".join(said)
+    return ", ".join([*said, *work_of(told)] if told is not None else said)
 
 
-def _staleness(progress: Progress) -> list[str]:
-    """How old the parameters were that gradients were computed on; nothing to say where they never are."""
-    worst = max(
-        (s.stale for s in progress.servers.values() if s.stale), key=lambda stale: stale[2], default=[]
-    )
-    if not worst or worst[2] == 0:
+def work_of(told: Serving) -> list[str]:
+    """What a server did: `1,200 updates (84/s)`, `31.2 MB in`, `29.9 MB out (5.1 MB/s)`; [] if nothing."""
+    if not told.updates + told.sums:
         return []
-    return [f"  gradients were behind by {worst[0]} updates (median), {worst[1]} (99 %), {worst[2]} at most"]
+    count, what = (told.updates, "updates") if told.updates else (told.sums, "sums")
+    pace = f" ({rate(count / told.busy_s)}/s)" if told.busy_s else ""
+    flow = f" ({_amount((told.bytes_in + told.bytes_out) / told.busy_s)}/s)" if told.busy_s else ""
+    return [f"{count:,} {what}{pace}", f"{_amount(told.bytes_in)} in", f"{_amount(told.bytes_out)} out{flow}"]
 
 
-def _dealt(progress: Progress, killed: Sequence[int]) -> str:
+def staleness(servers: Iterable[Serving]) -> list[str]:
+    """How old the parameters were that gradients were computed on, as numbers and as a histogram; nothing to say where they never are."""
+    worst = max((s for s in servers if s.stale), key=lambda s: s.stale[2], default=None)
+    if worst is None or worst.stale[2] == 0:
+        return []
+    p50, p99, most = worst.stale
+    lines = [
+        f"  gradients were behind by {p50} update{'s' * (p50 != 1)} (median), {p99} (99 %), {most} at most"
+    ]
+    total = sum(worst.behind.values())
+    shares = [f"{_class(int(low))}: {_share(count / total)}" for low, count in worst.behind.items()]
+    return lines + (fold("  parts by updates behind  " + " · ".join(shares)) if shares else [])
+
+
+def _class(low: int) -> str:
+    return str(low) if low < 2 else f"{low}-{2 * low - 1}"
+
+
+def _share(share: float) -> str:
+    return "< 1 %" if share < 0.01 else f"{share:.0%}".replace("%", " %")
+
+
+def dealt(told: Serving | None, killed: Sequence[int] = ()) -> str:
     """What was computed and not used, and who is gone: where workers take batches by themselves."""
-    told = progress.servers.get(0)
     said = [f"worker {rank} was killed, the others went on without it" for rank in killed]
     if told is not None and told.dropped:
         said.append(f"{told.dropped:,} dropped parts: too late for their step, dealt again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -38,14 +39,25 @@ def echelon(folder, *words):
 
 @pytest.mark.timeout(180)
 @pytest.mark.case("nonfinite: seen")
+@pytest.mark.case("ps: what servers did is seen")
 def test_skipped_updates_are_told_once_and_counted_at_the_end(start_run, tmp_path):
     options = ("--servers", "1", "--strategy", "ps,update=async,nonfinite=skip", "--name", "nan")
     result = start_run(SCRIPT, options=options).wait(90)
     assert result.code == 0, result.err[-3000:]
     assert "2 updates skipped: their gradients were not finite" in result.err
     assert "and 3 more parameters. nonfinite=skip leaves such updates out" in " ".join(result.err.split())
-    assert "2 updates skipped: their gradients were not finite" in echelon(tmp_path, "status", "nan")
-    assert json.loads(echelon(tmp_path, "status", "nan", "--json"))["skipped"] == 2
+    said = echelon(tmp_path, "status", "nan")
+    assert "2 updates skipped: their gradients were not finite" in said
+    assert re.search(
+        r"  server 0: 12 updates \([\d.]+/s\), [\d.]+ kB in, [\d.]+ kB out \([\d.]+ kB/s\)", said
+    ), said
+    assert re.search(r"  worker 1 .*, waiting \d+%", said)
+    told = json.loads(echelon(tmp_path, "status", "nan", "--json"))
+    assert told["skipped"] == 2
+    (server,) = [process for process in told["processes"] if process["role"] == "server"]
+    assert (server["updates"], server["skipped"], sum(server["behind"].values())) == (12, 2, 12)
+    events = [json.loads(line) for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    assert sorted(e["total"] for e in events if e["event"] == "UpdateSkipped") in ([1, 1], [1, 2])
 
 
 @pytest.mark.timeout(180)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.ps.decisions import Part
+from echelon.ps.pace import Pace
 from echelon.ps.staleness import EXACT, Staleness
 from echelon.ps.versions import Arrivals, Completion, Kept, agreed
 
@@ -122,3 +123,35 @@ def test_memory_stays_bounded_and_servers_add_up():
 def test_nobody_computes_on_the_future():
     with pytest.raises(ValueError, match="future"):
         Staleness().add(-1)
+
+
+@pytest.mark.case("ps: staleness statistics")
+@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=200))
+def test_classes_are_few_and_hold_every_part_once(values):
+    stats = Staleness()
+    for value in values:
+        stats.add(value)
+    found = {int(low): count for low, count in stats.classes().items()}
+    assert len(found) <= 19
+    for low, count in found.items():
+        top = max(0, 2 * low - 1) if low != 1 else 1
+        assert count == sum(low <= value <= top for value in values)
+    assert sum(found.values()) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("looks", "busy_s"),
+    [
+        ([], 0.0),
+        ([(1.0, 0), (2.0, 0)], 0.0),
+        ([(1.0, 0), (2.0, 5), (3.0, 5)], 1.0),
+        ([(1.0, 0), (2.0, 5), (3.0, 5), (4.0, 6), (9.0, 6)], 3.0),
+        ([(4.0, 3)], 0.0),
+        ([(4.0, 3), (6.0, 4)], 2.0),
+    ],
+)
+def test_rates_are_taken_from_before_the_first_work_to_after_the_last(looks, busy_s):
+    pace = Pace()
+    for now, count in looks:
+        pace.look(now, count)
+    assert pace.busy_s == busy_s

@@ -21,7 +21,9 @@ from echelon.events import (
     Logged,
     Metric,
     PhaseChanged,
+    Serving,
     StepLost,
+    UpdateSkipped,
     Warned,
 )
 from echelon.launch.blame import Exit, judge
@@ -143,6 +145,34 @@ def test_a_summary_fits_80_columns():
     assert any(line.split() == ["0", "31", "300", "10%", "30%", "40%", "10%", "3.0", "GiB"] for line in lines)
     assert all(len(line) <= 80 for line in lines)
     assert lines[-2:] == ["  folder /x/runs/r", "  logs: echelon logs /x/runs/r --rank 0"]
+
+
+@pytest.mark.case("ps: what servers did is seen")
+def test_a_summary_says_what_servers_did_a_second_and_how_far_behind_gradients_were():
+    progress = trained()
+    behind = {"0": 60, "1": 700, "2": 200, "4": 30, "8": 5, "16": 2, "32": 2, "64": 1}
+    told = {"updates": 1000, "bytes_in": 40_000_000, "bytes_out": 20_000_000, "busy_s": 20.0}
+    progress.take(Serving(rank=0, stale=[1, 5, 70], behind=behind, **told), 60.0)
+    progress.take(Serving(rank=1, sums=40, bytes_in=2_000_000, bytes_out=2_000_000), 60.0)
+    lines = summary(
+        progress, name="r", run_dir=Path("/x"), wall_s=75.2, memory={}, servers={0: 1 << 28, 1: 1 << 28}
+    )
+    assert "  server 0: 256 MiB, 1,000 updates (50/s), 40.0 MB in, 20.0 MB out (3.0 MB/s)" in lines
+    assert any("server 1: 256 MiB, 40 sums, 2.0 MB in, 2.0 MB out" in line for line in lines)
+    assert "  gradients were behind by 1 update (median), 5 (99 %), 70 at most" in lines
+    found = " ".join(" ".join(lines).split())
+    assert "updates behind 0: 6 % · 1: 70 % · 2-3: 20 % · 4-7: 3 % · 8-15: < 1 %" in found
+    assert "64-127: < 1 %" in found
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.case("nonfinite: seen")
+def test_skipped_updates_are_counted_over_all_workers_that_told_of_them():
+    progress = trained()
+    for rank, total in ((0, 1), (0, 2), (1, 1)):
+        progress.take(UpdateSkipped(rank=rank, step=3, reason="r", total=total), 60.0)
+    lines = summary(progress, name="r", run_dir=Path("/x"), wall_s=75.2, memory={})
+    assert "  3 updates skipped: their gradients were not finite" in lines
 
 
 def test_a_summary_says_what_compress_saved():
