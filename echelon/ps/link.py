@@ -22,9 +22,10 @@ from echelon.clock import Deadline
 from echelon.control import calls, forks
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, Late, LinkLost, UsageError, WireError
+from echelon.native.spread import copy
 from echelon.ps import frame
 from echelon.ps.frame import At, Limits
-from echelon.ps.memory import CODES, TORCH, Arena, copy, raw
+from echelon.ps.memory import CODES, TORCH, Arena, raw
 from echelon.ps.outbox import SMALL_BYTES, Outbox, Part
 from echelon.ps.pending import Pending, Reply, again
 from echelon.ps.reach import Reached, reach

@@ -43,13 +43,6 @@ def raw(x: Tensor) -> memoryview:
     return memoryview(_view(x.data_ptr(), size, _WRITABLE)) if size else memoryview(bytearray())
 
 
-def copy(into: Tensor, source: Tensor) -> None:
-    """Bytes of one contiguous CPU tensor over those of another of the same size, on this thread, without Python's lock."""
-    here, there = into.data_ptr(), source.data_ptr()
-    if here != there and into.nbytes:
-        ctypes.memmove(here, there, into.nbytes)
-
-
 def tensor_of(buffer: Any, dtype: int, shape: list[int], offset: int) -> Tensor:
     """A tensor over a writable buffer, which it keeps alive."""
     kind, count = TORCH[dtype], 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from echelon.clock import Deadline
 from echelon.errors import EchelonError, PeerLost
+from echelon.native import spread
 from echelon.ps.copies import Copies, Copy
 from echelon.ps.link import Link
 from echelon.ps.pending import Pending
 from echelon.ps.recipes import Recipe
-from echelon.ps.shard import Shard
+from echelon.ps.shard import Gradient, Shard
 
 ACK_S = 10.0
 FIRST_S = 60.0
@@ -83,12 +84,13 @@ class Mirror:
         following: int,
         optimizer: int,
         groups: Groups,
-        gradient: Callable[[int, Tensor | None], Tensor],
+        gradient: Gradient,
+        into: Sequence[Tensor] = (),
     ) -> None:
-        """One update of the shard, here and there."""
+        """One update of the shard, here and there; `into` as in Shard.step."""
         shard, link = copy.shard, self.link if model in self._filled else None
         if link is None:
-            shard.step(optimizer, groups, gradient)
+            shard.step(optimizer, groups, gradient, into)
             copy.done.update(done)
             return
         keys: dict[torch.dtype, list[int]] = {}
@@ -102,9 +104,7 @@ class Mirror:
             at = 0
             for key in wanted:
                 place = flat[at : at + shard.values[key].numel()]
-                found = gradient(key, place)
-                if found.data_ptr() != place.data_ptr():
-                    place.copy_(found)
+                spread.add([place], gradient(key))
                 sums[key] = place
                 at += place.numel()
             flats.append(flat)
@@ -113,7 +113,7 @@ class Mirror:
             "keys": list(keys.values()), "updates": shard.updates + 1, "done": list(done.items()), "next": following,
         }  # fmt: skip
         sent = self._send("update", model, head, flats)
-        shard.step(optimizer, groups, lambda key, _: sums[key])
+        shard.step(optimizer, groups, lambda key: [sums[key]], into)
         copy.done.update(done)
         self.wait([sent])
 

@@ -7,6 +7,7 @@ that did not happen everywhere can be undone. Not for two threads at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from echelon.errors import EchelonError, UsageError, WireError
-from echelon.native import update
+from echelon.native import spread, update
 from echelon.ps.optimizers import Range
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+Gradient = Callable[[int], Sequence[Tensor]]
+"""Key -> the parts of its gradient, whose sum counts, in this order."""
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Shard:
         self.spec = [tuple(r) for r in ranges]
         self.memory = memory.clone()
         self.values = _views(self.spec, self.memory)
+        self.offsets = {int(key): int(offset) for key, offset, _, _ in self.spec}
         self.before = Before(torch.zeros_like(memory), self.spec) if keeps else None
         self.arrived = [Arrived() for _ in range(num_workers)]
         self.ranges: dict[tuple[int, int], Range] = {}
@@ -85,7 +89,6 @@ class Shard:
         self.sums: dict[int, Tensor] = {}
         """Of keys whose parts were summed before their step: somebody asked for their norm."""
         self.updates = 0
-        self._scratch: dict[torch.dtype, Tensor] = {}
 
     def views(self, memory: Tensor) -> dict[int, Tensor]:
         """The ranges in another memory that is laid out like this one."""
@@ -163,20 +166,12 @@ class Shard:
 
     # -- what they ask for together --------------------------------------------------------------------------------
 
-    def total(self, key: int, out: Tensor | None = None) -> Tensor:
-        """The sum of all workers' parts, in the order of ranks; in `out`, if it was not there before. Else it belongs to the shard until
-        the next call."""
+    def parts(self, key: int) -> Sequence[Tensor]:
+        """All workers' parts, in the order of ranks; their sum, if somebody asked for it before. Not copies."""
         if key in self.sums:
-            return self.sums[key]
+            return [self.sums[key]]
         self._complete(key)
-        first, *others = (mine.parts[key] for mine in self.arrived)
-        if not others:
-            return first
-        out = self._room(first) if out is None else out
-        torch.add(first, others[0], out=out)
-        for part in others[1:]:
-            out.add_(part)
-        return out
+        return [mine.parts[key] for mine in self.arrived]
 
     def _complete(self, key: int) -> None:
         missing = [rank for rank, mine in enumerate(self.arrived) if key not in mine.parts]
@@ -185,21 +180,18 @@ class Shard:
                 f"range {key} steps, and worker {', '.join(map(str, missing))} has pushed nothing for it"
             )
 
-    def _room(self, like: Tensor) -> Tensor:
-        have = self._scratch.get(like.dtype)
-        if have is None or have.numel() < like.numel():
-            have = self._scratch[like.dtype] = torch.empty(like.numel(), dtype=like.dtype)
-        return have[: like.numel()]
-
     def squares(self, keys: Sequence[int]) -> tuple[list[float], bool]:
         """Sums of squares of the summed gradients, one a key, and whether all are finite."""
         found, finite = [], True
         for key in keys:
             if key not in self.sums:
-                total = self.total(key)
-                self.sums[key] = total if len(self.arrived) == 1 else total.clone()
+                parts = self.parts(key)
+                total = parts[0] if len(parts) == 1 else torch.empty_like(parts[0])
+                if len(parts) > 1:
+                    spread.add([total], parts)
+                self.sums[key] = total
             found.append(update.sum_of_squares(self.sums[key]))
-            finite = finite and update.finite(self.sums[key])
+            finite = finite and (math.isfinite(found[-1]) or update.finite(self.sums[key]))
         return found, finite
 
     def check(self, keys: Iterable[int]) -> None:
@@ -211,21 +203,31 @@ class Shard:
         self,
         optimizer: int,
         groups: Sequence[tuple[Recipe, float, Sequence[int]]],
-        gradient: Callable[[int, Tensor | None], Tensor],
+        gradient: Gradient,
+        into: Sequence[Tensor] = (),
     ) -> None:
         """One update: of each group on its keys, with the group's factor times the gradient. One that fails leaves everything as it was, if
-        the version before is kept."""
-        before, stepped = self.before, {}
+        the version before is kept. `into` are memories like this one, as bytes: they have all values once it is done."""
+        before, stepped, keys_now = self.before, {}, set()
         for recipe, factor, keys in groups:
             for key in keys:
                 held = self._range(optimizer, key, recipe)
                 after = before.room(optimizer, key, recipe) if before is not None else None
-                held.apply(gradient(key, None), scale=factor, numbers=recipe, out=after)
+                copies = [(memory, self.offsets[key]) for memory in into]
+                held.apply(gradient(key), scale=factor, numbers=recipe, out=after, copies=copies)
+                keys_now.add(key)
                 if after is not None:
                     stepped[optimizer, key] = after
         if before is not None:
             self._turn(before, stepped)
+        self._fill(into, [key for key in self.values if key not in keys_now])
         self.updates += 1
+
+    def _fill(self, into: Sequence[Tensor], keys: Sequence[int]) -> None:
+        for key in keys if into else ():
+            value, at = self.values[key], self.offsets[key]
+            for memory in into:
+                spread.copy(memory[at : at + value.nbytes], value)
 
     def _turn(self, before: Before, stepped: dict[tuple[int, int], Range]) -> None:
         """What was written beside is the version that counts now, and the other way round."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from echelon.errors import EchelonError, UsageError
+from echelon.native.spread import copy
+from echelon.native.update import Copies
 from echelon.ps.frame import MIB
-from echelon.ps.memory import copy
 from echelon.ps.optimizers import Range
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
@@ -88,8 +89,9 @@ class Table:
                     last = at
                 piece = self._pieces[at]
                 if grad is not None:
-                    self._apply(piece, grad[begin:end], recipe)
-                if out is not None:
+                    copies = [] if out is None else [(out, begin * out.itemsize)]
+                    self._apply(piece, grad[begin:end], recipe, copies)
+                elif out is not None:
                     copy(out[begin:end], piece.param)
             return version
         finally:
@@ -121,9 +123,9 @@ class Table:
         self.version += grad is not None
         return self.version
 
-    def _apply(self, piece: Range, grad: Tensor, recipe: Recipe) -> None:
+    def _apply(self, piece: Range, grad: Tensor, recipe: Recipe, copies: Copies = ()) -> None:
         try:
-            piece.apply(grad, numbers=recipe)
+            piece.apply(grad, numbers=recipe, copies=copies)
         except (
             BaseException
         ) as error:  # such as no memory for the optimizer's state: some pieces have the update, some do not
