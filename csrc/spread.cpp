@@ -137,8 +137,9 @@ bool finite(const void* x, size_t count, DType dtype, int threads) {
 }
 
 void copy(void* dst, const void* src, size_t bytes, int threads) {
-    if (threads < 2 || bytes < LARGE) return void(std::memcpy(dst, src, bytes));
-    Crew::of_process().share(bytes, COPIED, threads, [&](size_t begin, size_t end) { stream(at(dst, begin), at(src, begin), end - begin); });
+    if (threads < 2 || bytes <= COPIED) return plain(dst, src, bytes);
+    auto one = bytes >= LARGE ? stream : plain;
+    Crew::of_process().share(bytes, COPIED, threads, [&](size_t begin, size_t end) { one(at(dst, begin), at(src, begin), end - begin); });
 }
 
 }  // namespace echelon

@@ -13,7 +13,10 @@ from echelon.errors import UsageError
 from echelon.native import reference, threads
 
 LARGE_BYTES = 8 << 20
-"""More than a cache holds beside other things. Copies of as much are shared by threads, and go past the cache."""
+"""More than a cache holds beside other things: copies of as much go past it (csrc/spread.cpp)."""
+
+SHARED_BYTES = 2 << 20
+"""Copies of as much are shared by threads."""
 
 CODES: dict[torch.dtype, int] = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.uint8: 5, torch.int16: 6,
@@ -49,7 +52,7 @@ def copy(into: Tensor, source: Tensor) -> None:
     here, there, size = into.data_ptr(), source.data_ptr(), into.nbytes
     if here == there or not size:
         return
-    core = native.core() if size >= LARGE_BYTES else None
+    core = native.core() if size >= SHARED_BYTES else None
     if core is None or threads.number() == 1:
         ctypes.memmove(here, there, size)
     else:

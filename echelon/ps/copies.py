@@ -146,7 +146,7 @@ class Copying:
         sums: dict[int, Tensor] = {}
         for keys, tensor in zip(head["keys"], request.tensors, strict=True):
             sums |= copy.shard.split(keys, tensor, str(request.peer))
-        copy.shard.step(int(head["optimizer"]), groups, lambda key: [sums[key]])
+        copy.shard.step(int(head["optimizer"]), groups, lambda key, _: sums[key])
         copy.done.update((int(rank), int(number)) for rank, number in head["done"])
         copy.updates.next = int(head["next"])
         if copy.shard.updates != int(head["updates"]):

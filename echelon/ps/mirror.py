@@ -104,7 +104,8 @@ class Mirror:
             at = 0
             for key in wanted:
                 place = flat[at : at + shard.values[key].numel()]
-                spread.add([place], gradient(key))
+                found = gradient(key, place)
+                spread.add([place], [found] if isinstance(found, Tensor) else found)
                 sums[key] = place
                 at += place.numel()
             flats.append(flat)
@@ -113,7 +114,7 @@ class Mirror:
             "keys": list(keys.values()), "updates": shard.updates + 1, "done": list(done.items()), "next": following,
         }  # fmt: skip
         sent = self._send("update", model, head, flats)
-        shard.step(optimizer, groups, lambda key: [sums[key]], into)
+        shard.step(optimizer, groups, lambda key, _: sums[key], into)
         copy.done.update(done)
         self.wait([sent])
 

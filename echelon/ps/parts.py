@@ -82,7 +82,7 @@ class Parts:
         }
         factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
         step = [(recipe, factor, keys) for recipe, keys in groups]
-        copy.shard.step(int(head["optimizer"]), step, lambda key: [sums[key]])
+        copy.shard.step(int(head["optimizer"]), step, lambda key, out: sums[key])
         self.training.updates += 1
         newest = copy.shard.updates
         self._held[model] = {k: v for k, v in held.items() if int(v[0]["version"]) >= newest}

@@ -22,8 +22,8 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-Gradient = Callable[[int], Sequence[Tensor]]
-"""Key -> the parts of its gradient, whose sum counts, in this order."""
+Gradient = Callable[[int, Tensor | None], Tensor | Sequence[Tensor]]
+"""Key, and memory that may be used for it -> its gradient, or the parts whose sum it is, in this order."""
 
 
 @dataclass
@@ -89,6 +89,7 @@ class Shard:
         self.sums: dict[int, Tensor] = {}
         """Of keys whose parts were summed before their step: somebody asked for their norm."""
         self.updates = 0
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     def views(self, memory: Tensor) -> dict[int, Tensor]:
         """The ranges in another memory that is laid out like this one."""
@@ -166,12 +167,21 @@ class Shard:
 
     # -- what they ask for together --------------------------------------------------------------------------------
 
-    def parts(self, key: int) -> Sequence[Tensor]:
+    def parts(self, key: int, _: Tensor | None = None) -> Sequence[Tensor]:
         """All workers' parts, in the order of ranks; their sum, if somebody asked for it before. Not copies."""
         if key in self.sums:
             return [self.sums[key]]
         self._complete(key)
         return [mine.parts[key] for mine in self.arrived]
+
+    def total(self, key: int, out: Tensor | None = None) -> Tensor:
+        """Their sum; in `out`, if it was not there before. Else it belongs to the shard until the next call."""
+        parts = self.parts(key)
+        if len(parts) == 1:
+            return parts[0]
+        out = self._room(parts[0]) if out is None else out
+        spread.add([out], parts)
+        return out
 
     def _complete(self, key: int) -> None:
         missing = [rank for rank, mine in enumerate(self.arrived) if key not in mine.parts]
@@ -180,16 +190,19 @@ class Shard:
                 f"range {key} steps, and worker {', '.join(map(str, missing))} has pushed nothing for it"
             )
 
+    def _room(self, like: Tensor) -> Tensor:
+        have = self._scratch.get(like.dtype)
+        if have is None or have.numel() < like.numel():
+            have = self._scratch[like.dtype] = torch.empty(like.numel(), dtype=like.dtype)
+        return have[: like.numel()]
+
     def squares(self, keys: Sequence[int]) -> tuple[list[float], bool]:
         """Sums of squares of the summed gradients, one a key, and whether all are finite."""
         found, finite = [], True
         for key in keys:
             if key not in self.sums:
-                parts = self.parts(key)
-                total = parts[0] if len(parts) == 1 else torch.empty_like(parts[0])
-                if len(parts) > 1:
-                    spread.add([total], parts)
-                self.sums[key] = total
+                total = self.total(key)
+                self.sums[key] = total if len(self.arrived) == 1 else total.clone()
             found.append(update.sum_of_squares(self.sums[key]))
             finite = finite and (math.isfinite(found[-1]) or update.finite(self.sums[key]))
         return found, finite
@@ -214,7 +227,7 @@ class Shard:
                 held = self._range(optimizer, key, recipe)
                 after = before.room(optimizer, key, recipe) if before is not None else None
                 copies = [(memory, self.offsets[key]) for memory in into]
-                held.apply(gradient(key), scale=factor, numbers=recipe, out=after, copies=copies)
+                held.apply(gradient(key, None), scale=factor, numbers=recipe, out=after, copies=copies)
                 keys_now.add(key)
                 if after is not None:
                     stepped[optimizer, key] = after

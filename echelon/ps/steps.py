@@ -20,10 +20,12 @@ from echelon.ps.decisions import Delayed
 from echelon.ps.eager import lr_factor
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
-from echelon.ps.shard import Gradient, Shard
+from echelon.ps.shard import Shard
 from echelon.ps.staleness import Staleness
 
-Step = Callable[[int, Sequence[tuple[Recipe, float, Sequence[int]]], Gradient], None]
+Step = Callable[
+    [int, Sequence[tuple[Recipe, float, Sequence[int]]], Callable[[int, Tensor | None], Tensor]], None
+]
 """Makes the update (Shard.step): optimizer, groups, the gradient of a key."""
 
 KEPT_EPOCHS = 8
@@ -117,7 +119,7 @@ class Updates:
             factor = clip_factor(list(sums.values()), float(head["clip_norm"]))
         for request in requests:
             self.staleness.add(max(0, shard.updates - int(request.head["version"])))
-        step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key: [sums[key]])
+        step(int(head["optimizer"]), [(r, factor, keys) for r, keys in groups], lambda key, out: sums[key])
         for request in requests:
             request.answer({"updates": shard.updates, "stop": self.stop}, [shard.memory])
 

@@ -163,7 +163,7 @@ def test_an_update_is_undone_to_the_bit_also_the_first_and_only_the_last(keeps):
         before = shard.memory.clone()
         told, arrays = shard.state(0, [0, 1])
         arrays = [x.clone() for x in arrays]
-        shard.step(0, groups, lambda key: [g])
+        shard.step(0, groups, lambda key, out: g)
         assert not torch.equal(shard.memory, before)
         shard.undo()
         assert torch.equal(shard.memory, before)
@@ -172,8 +172,8 @@ def test_an_update_is_undone_to_the_bit_also_the_first_and_only_the_last(keeps):
         assert all(torch.equal(a, b) for a, b in zip(arrays, now, strict=True))
         with pytest.raises(Exception, match="not kept"):
             shard.undo()
-        shard.step(0, groups, lambda key: [g])
+        shard.step(0, groups, lambda key, out: g)
     plain = Shard(shard.spec, memory, 1)
     for _ in range(3):
-        plain.step(0, groups, lambda key: [g])
+        plain.step(0, groups, lambda key, out: g)
     assert torch.equal(plain.memory, shard.memory)
