@@ -24,12 +24,13 @@ from echelon.comm.group import Group, Met, Outcome, Work
 from echelon.errors import LinkLost, PeerLost, StrategyError
 from echelon.parallel import backward, tail
 from echelon.parallel.allreduce import MEETING_LIMIT_S, AllReduceSync
-from echelon.parallel.buckets import Bucket, Slot
+from echelon.parallel.buckets import Bucket, Rooms, Slot
 from echelon.parallel.elsewhere import OnServers, not_here
 from echelon.parallel.gradsync import Groups, Share
 from echelon.parallel.wire import PlainWire
 from echelon.ps.held import Call, Held
 from echelon.ps.recipes import Recipe
+from echelon.ps.shared import Shared
 from echelon.ps.worker import Servers, lost
 
 
@@ -37,6 +38,10 @@ class PushWire(PlainWire):
     """See wire.Wire: the tail's bucket goes around; the others are pushed by PushSync."""
 
     codes = True
+
+    def __init__(self, group: Group, rooms: Rooms) -> None:
+        super().__init__(group)
+        self.rooms = rooms
 
 
 class PushSync(AllReduceSync):
@@ -67,6 +72,7 @@ class PushSync(AllReduceSync):
                 remedy="Use apply=worker, or keep the weights in float32 and compute in other types with autocast.",
             )
         self.model = model
+        self.shared = Shared(servers, group)
         self.held = Held(servers, model, [(name, p) for name, p, _ in reversed(params)], group.rank)
         self.pushed: dict[int, list[tuple[int, int, Call]]] = {}
         """Bucket -> its pushes that have not been used."""
@@ -84,7 +90,7 @@ class PushSync(AllReduceSync):
         self.factors: dict[int, float] = {}
         """Slot -> what clipping multiplies its gradient with in the next step."""
         self.failed: Outcome | None = None
-        super().__init__(params, group, wire=PushWire(group), **sizes)
+        super().__init__(params, group, wire=PushWire(group, self.shared), **sizes)
         self.order = None
         for slot in self.slots:
             backward.pre_hook(slot.param, partial(self._make_way, slot))
@@ -94,7 +100,9 @@ class PushSync(AllReduceSync):
     # -- building --------------------------------------------------------------------------------------------------
 
     def build(self, ordered: list[Slot]) -> None:
+        before = self.shared.turn()
         super().build(ordered)
+        self.shared.free(before)  # nothing of it is under way: see refresh()
         self._plan()
 
     def _plan(self) -> None:

@@ -97,6 +97,11 @@ class Link:
             return self._arena.take(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def share_with(self, others: Sequence[Link]) -> None:
+        """Buffers that are made from now on are shared with these links' servers as well, where they are on this host."""
+        if self.local:
+            self._arena.share_with([other._arena for other in others if other.local])
+
     def release(self, buffer: Tensor) -> None:
         """Gives back what buffer() gave, once no call uses it. What came from elsewhere is ignored."""
         self._arena.give(buffer)
