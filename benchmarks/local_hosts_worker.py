@@ -11,27 +11,13 @@ import torch
 
 import echelon
 from echelon.clock import Deadline
-from echelon.run import Run
 from echelon.strategy import Strategy, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ps_hosts_models import Flat, Nothing
+from ps_hosts_models import Side
 
 LIMIT_S = 120.0
 SIDES = ("allreduce", *(f"ps,update=local,local_steps={k}" for k in (1, 4, 16)))
-
-
-class Side:
-    def __init__(self, first: Run, strategy: str, mib: float) -> None:
-        self.run = Run(first.place, Strategy(**parse(strategy)), None, first.emit, world=first.world)
-        model = Flat(mib)
-        self.model, self.optimizer = self.run.prepare(model, Nothing(model.parameters()))
-        self.x = torch.ones(8)
-
-    def step(self) -> None:
-        self.model(self.x).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def link_bytes() -> int:
@@ -45,7 +31,7 @@ def main() -> None:
     rounds, steps, mib, out = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     first = echelon.init()
-    sides = {name: Side(first, name, mib) for name in SIDES}
+    sides = {name: Side(first, Strategy(**parse(name)), mib) for name in SIDES}
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": []} for name in SIDES}
     for number in range(-1, rounds):  # the first round warms up
         for name in SIDES if number % 2 else reversed(SIDES):

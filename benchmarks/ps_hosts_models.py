@@ -1,4 +1,4 @@
-"""A model that is nearly all communication, and an optimizer that does nothing."""
+"""A model that is nearly all communication, an optimizer that does nothing, and steps of both."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from echelon.run import Run
+from echelon.strategy import Strategy
 
 LAYERS = 25
 
@@ -30,3 +33,18 @@ class Nothing(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         pass
+
+
+class Side:
+    """The model under `strategy`, in a launch that runs already; `world` in place of all that the launch has."""
+
+    def __init__(self, first: Run, strategy: Strategy, mib: float, world: Any = None) -> None:
+        self.run = Run(first.place, strategy, None, first.emit, world=world or first.world)
+        model = Flat(mib)
+        self.model, self.optimizer = self.run.prepare(model, Nothing(model.parameters()))
+        self.x = torch.ones(8)
+
+    def step(self) -> None:
+        self.model(self.x).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()

@@ -16,31 +16,13 @@ import torch
 
 import echelon
 from echelon.clock import Deadline
-from echelon.run import Run
 from echelon.strategy import Strategy, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ps_hosts_models import Flat, Nothing
+from ps_hosts_models import Side
 from ps_step_worker import some
 
 LIMIT_S = 120.0
-
-
-class Side:
-    """The model with `servers` of the run's servers."""
-
-    def __init__(self, first: Run, servers: int, mib: float, knobs: str) -> None:
-        world = dataclasses.replace(first.world, servers=some(first.world.servers, servers))
-        strategy = Strategy(**parse("ps" if servers else "allreduce"), **parse(knobs))
-        self.run = Run(first.place, strategy, None, first.emit, world=world)
-        model = Flat(mib)
-        self.model, self.optimizer = self.run.prepare(model, Nothing(model.parameters()))
-        self.x = torch.ones(8)
-
-    def step(self) -> None:
-        self.model(self.x).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def main() -> None:
@@ -48,7 +30,10 @@ def main() -> None:
     torch.set_num_threads(1)
     first = echelon.init()
     knobs = sys.argv[5] if len(sys.argv) > 5 else ""
-    sides = {k: Side(first, k, mib, knobs) for k in range(len(first.world.servers) + 1)}
+    sides = {}
+    for k in range(len(first.world.servers) + 1):
+        world = dataclasses.replace(first.world, servers=some(first.world.servers, k))
+        sides[k] = Side(first, Strategy(**parse("ps" if k else "allreduce"), **parse(knobs)), mib, world)
     side = first.world.side
     times: dict[int, list[float]] = {k: [] for k in sides}
     for number in range(-1, rounds):  # the first round warms up

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,12 @@ class RunDir:
     processes: dict[tuple[str, int], Process] = field(default_factory=dict)
     owned: bool = True
     """Only the first host writes run.json and processes.json: the folder may be on a filesystem that hosts share."""
+    tell: Callable[[str], None] | None = None
+    """Set once the run is under way: from then on a record that cannot be written is told, once, and costs the record and not
+    the run."""
+    _late: dict[str, Any] = field(default_factory=dict)
+    """Fields of run.json that could not be written yet."""
+    _told: bool = False
 
     @property
     def name(self) -> str:
@@ -73,19 +81,19 @@ class RunDir:
         """run.json, {} when it is not there."""
         return dict(_read(self.path / "run.json", {}))
 
-    def write(self, record: dict[str, Any]) -> None:
-        _replace(self.path / "run.json", json.dumps(record, indent=1, default=str))
+    def write(self, record: dict[str, Any]) -> bool:
+        return self._replace("run.json", json.dumps(record, indent=1, default=str))
 
     def update(self, **fields: Any) -> None:
-        self.write(self.read() | fields)
+        self._late |= fields
+        if self.write(self.read() | self._late):
+            self._late = {}
 
     def put(self, process: Process) -> None:
         """Adds or replaces the process in its place (role, rank); processes.json is current when this returns."""
         self.processes[process.role, process.rank] = process
         if self.owned:
-            _replace(
-                self.path / "processes.json", json.dumps([vars(p) for p in self.processes.values()], indent=1)
-            )
+            self._replace("processes.json", json.dumps([vars(p) for p in self.processes.values()], indent=1))
 
     def load_processes(self) -> list[Process]:
         return [Process(**record) for record in _read(self.path / "processes.json", [])]
@@ -95,6 +103,24 @@ class RunDir:
         fresh = given or token.make()
         token.write(self.token, fresh)
         return fresh
+
+    def _replace(self, name: str, text: str) -> bool:
+        """Puts the file in its place; False when that cannot be now."""
+        path, beside = self.path / name, self.path / f".{name}.new"
+        try:
+            beside.write_text(text + "\n")
+            os.replace(beside, path)
+            return True
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            if self.tell is None:
+                raise _cannot(self.path, error) from None
+            if not self._told:
+                self._told = True
+                self.tell(f"cannot write {name} in the run's folder {self.path}: {error.strerror}. The run goes on; what "
+                          "`echelon status` shows is old until there is room.")  # fmt: skip
+            return False
 
 
 def create(script: str, *, name: str | None, run_dir: Path | None, now: float) -> tuple[str, RunDir]:
@@ -195,7 +221,7 @@ def _make(folder: Path, what: str, *, may_be_empty: bool) -> None:
 
 def _cannot(folder: Path, error: OSError) -> UsageError:
     return UsageError(
-        f"cannot make the run's folder {folder}: {error.strerror}",
+        f"cannot write the run's folder {folder}: {error.strerror}",
         remedy="Give a folder that can be written with --run-dir, or set ECHELON_RUNS.",
     )
 
@@ -207,12 +233,6 @@ def _point_latest(folder: Path) -> None:
     beside = folder.parent / f".latest-{folder.name}"
     beside.symlink_to(folder.name)
     os.replace(beside, link)
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text + "\n")
-    os.replace(beside, path)
 
 
 def _read(path: Path, default: Any) -> Any:

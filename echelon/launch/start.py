@@ -120,6 +120,7 @@ def run(
         })  # fmt: skip
         display = Display(num_workers=job.num_workers, num_servers=job.num_servers, host=plan.host, own_prints=False,
                           starting=True)  # fmt: skip
+        folder.tell = lambda words: display.say(*fold(words))
         servers = f" + {job.num_servers} server{'s' * (job.num_servers != 1)}" if job.num_servers else ""
         threads = (
             plan.threads_sentence
