@@ -323,6 +323,13 @@ void add_up(const Places& dsts, const Places& srcs, uint64_t count, int dtype, i
     sum(to, from, count, DType(dtype), threads);
 }
 
+bool same_bytes(const Places& as, const Places& bs, const std::vector<uint64_t>& bytes, int threads) {
+    if (as.size() != bs.size() || as.size() != bytes.size()) throw nb::value_error("each needs another to be compared with, and a size");
+    auto a = pointers<const void>(as), b = pointers<const void>(bs);
+    nb::gil_scoped_release release;
+    return same(a, b, bytes, threads);
+}
+
 void copy_bytes(uintptr_t dst, uintptr_t src, uint64_t bytes, int threads) {
     nb::gil_scoped_release release;
     copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes, threads);
@@ -361,6 +368,7 @@ NB_MODULE(_core, m) {
     m.def("sum_of_squares", &squares, "x"_a, "count"_a, "dtype"_a, "threads"_a = 1);
     m.def("finite", &all_finite, "x"_a, "count"_a, "dtype"_a, "threads"_a = 1);
     m.def("sum", &add_up, "dsts"_a, "srcs"_a, "count"_a, "dtype"_a, "threads"_a = 1);
+    m.def("same", &same_bytes, "as"_a, "bs"_a, "bytes"_a, "threads"_a = 1);
     m.def("copy", &copy_bytes, "dst"_a, "src"_a, "bytes"_a, "threads"_a = 1);
     m.def("format", [](int fd, uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes, uint64_t term) {
         Shm::format(fd, layout(size, chunk_bytes, ring_bytes), term);

@@ -22,6 +22,8 @@ void step(const Range&, const Adam&, const Spread&);
 void sum(const std::vector<void*>& dsts, const std::vector<const void*>& srcs, size_t count, DType, int threads);
 double sum_of_squares(const void* x, size_t count, DType, int threads);
 bool finite(const void* x, size_t count, DType, int threads);
+// Whether as[i] and bs[i] are the same bytes, for all i.
+bool same(const std::vector<const void*>& as, const std::vector<const void*>& bs, const std::vector<uint64_t>& bytes, int threads);
 void copy(void* dst, const void* src, size_t bytes, int threads);
 
 }  // namespace echelon

@@ -47,6 +47,21 @@ def add(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         )  # fmt: skip
 
 
+def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Is each of them the same bytes as its counterpart? All contiguous, in pairs of one size; what is elsewhere is fetched first."""
+    core = native.core()
+    pairs = [(a.cpu(), b.cpu()) for a, b in zip(ones, others, strict=True)]
+    if any(a.nbytes != b.nbytes or not (a.is_contiguous() and b.is_contiguous()) for a, b in pairs):
+        raise UsageError("only tensors of one size, without gaps, can be compared")
+    if core is None:
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    return bool(
+        core.same(
+            [a.data_ptr() for a, _ in pairs], [b.data_ptr() for _, b in pairs], [a.nbytes for a, _ in pairs], threads.number()
+        )
+    )  # fmt: skip
+
+
 def copy(into: Tensor, source: Tensor) -> None:
     """Bytes of one contiguous CPU tensor over those of another of the same size, without Python's lock."""
     here, there, size = into.data_ptr(), source.data_ptr(), into.nbytes

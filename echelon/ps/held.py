@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UsageError, WorldError
+from echelon.native import spread
 from echelon.ps.keys import Holder, Placement, place
 from echelon.ps.keys import Tensor as Spec
 from echelon.ps.pending import Pending
@@ -17,9 +18,6 @@ from echelon.ps.route import Routed
 from echelon.ps.worker import Servers
 
 Call = Pending | Routed
-
-SMALL_NUMEL = 16 * 1024
-"""Ranges up to this are put together before they are compared: there may be thousands, and a call each takes longer than the copy."""
 
 
 class Held:
@@ -71,15 +69,7 @@ class Held:
     def edited(self) -> bool:
         """Did the script write into parameters since they were pulled? Sees every bit, also what was written past autograd's
         counters (`p.data.clamp_()`)."""
-        small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for a, b in zip(*self._pairs, strict=True):
-            if a.numel() <= SMALL_NUMEL:
-                lives, memories = small.setdefault(a.dtype, ([], []))
-                lives.append(a)
-                memories.append(b)
-            elif not torch.equal(_bits(a), _bits(b)):
-                return True
-        return not all(torch.equal(_bits(torch.cat(a)), _bits(torch.cat(b))) for a, b in small.values())
+        return not spread.same(*self._pairs)
 
     def open(self) -> None:
         """Every worker opens; the values are worker 0's. Blocks until they are there. A worker that was started again takes what the
@@ -305,10 +295,6 @@ class Held:
             head = {"model": self.model, "optimizer": optimizer, "recipes": recipes, "state": told}
             calls.append(link.call("train.load", head, tensors))
         self.servers.wait(calls, "state to the servers")
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.cpu().view(torch.int32 if x.element_size() == 4 else torch.int64)
 
 
 def _flat(x: Tensor) -> Tensor:

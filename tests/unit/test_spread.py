@@ -145,6 +145,22 @@ def test_copies_copy_every_byte(number):
         assert not into[3 + n :].any()
 
 
+def test_one_bit_that_differs_is_seen(monkeypatch):
+    """Also where numbers are equal: 0 and -0."""
+    ones = [torch.zeros(n) for n in (3_000_001, 5, 0)]
+    for with_core in (True, False):
+        if not with_core:
+            monkeypatch.setattr(native, "core", lambda: None)
+        for number, place in itertools.product(THREADS, (0, 1_500_000, 3_000_000)):
+            threads.use(number)
+            others = [x.clone() for x in ones]
+            assert spread.same(ones, others)
+            others[0][place] = -0.0
+            assert not spread.same(ones, others)
+    with pytest.raises(UsageError, match="one size"):
+        spread.same([torch.zeros(3)], [torch.zeros(4)])
+
+
 @pytest.mark.case("threads change no bit")
 def test_several_threads_may_have_long_ranges_at_a_time():
     threads.use(3)
