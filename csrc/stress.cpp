@@ -331,6 +331,9 @@ void crew(std::mt19937_64& draw) {
                 updates().sgd({{whole.data(), whole.data()}, sum.data(), count, DType::f32, 1, 0}, Sgd{{}, 0.5, 0, 0, false, false});
                 if (after != whole || copied != whole) die("a step shared by threads is another one");
                 if (sum_of_squares(a.data(), count, DType::f32, threads) != double(count)) die("squares that threads share");
+                copy(sum.data(), after.data(), count * sizeof(float), threads);
+                if (!same({sum.data()}, {whole.data()}, {count * sizeof(float)}, threads)) die("a copy that threads share");
+                if (!finite(sum.data(), count, DType::f32, threads)) die("what is not finite in it?");
             }
         });
     for (auto& one : callers) one.join();
