@@ -97,10 +97,17 @@ class Mirror:
         for _, _, wanted in groups:
             for key in wanted:
                 keys.setdefault(shard.values[key].dtype, []).append(key)
+        try:
+            rooms = {dtype: self._room(link, model, shard, dtype) for dtype in keys}
+        except EchelonError as error:  # the partner was killed a moment ago
+            self._do_without(error)
+            shard.step(optimizer, groups, gradient, into)
+            copy.done.update(done)
+            return
         sums: dict[int, Tensor] = {}
         flats = []
         for dtype, wanted in keys.items():
-            flat = self._room(link, model, shard, dtype)[: sum(shard.values[key].numel() for key in wanted)]
+            flat = rooms[dtype][: sum(shard.values[key].numel() for key in wanted)]
             at = 0
             for key in wanted:
                 place = flat[at : at + shard.values[key].numel()]
