@@ -11,8 +11,10 @@
 #include <functional>
 #include <random>
 
+#include "crew.h"
 #include "hier.h"
 #include "kernels.h"
+#include "spread.h"
 
 using namespace echelon;
 
@@ -305,6 +307,38 @@ std::vector<std::unique_ptr<Rank>> players(Ground ground, int size, std::mt19937
     return ranks;
 }
 
+// Threads that have long ranges at a time, each shared with the crew: every block is worked on once, and a fused step of parts is what
+// its passes one after the other give.
+void crew(std::mt19937_64& draw) {
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; caller++)
+        callers.emplace_back([seed = draw()] {
+            std::mt19937_64 own(seed);
+            for (int turn = 0; turn < 20; turn++) {
+                size_t count = own() % 100000, block = 1 + own() % 5000;
+                int threads = 1 + int(own() % 5);
+                std::vector<uint8_t> times(count);
+                Crew::of_process().share(count, block, threads, [&](size_t begin, size_t end) {
+                    for (size_t i = begin; i < end; i++) times[i]++;
+                });
+                for (uint8_t time : times)
+                    if (time != 1) die("the crew worked on a block " + std::to_string(time) + " times");
+
+                std::vector<float> param(count, 3), after(count), a(count, 1), b(count, 2), sum(count), copied(count), whole(count, 3);
+                Range range{{param.data(), after.data()}, nullptr, count, DType::f32, 1, 0};
+                step(range, Sgd{{}, 0.5, 0, 0, false, false}, {{a.data(), b.data()}, {copied.data()}, threads, own() % 2 == 0});
+                echelon::sum({sum.data()}, {a.data(), b.data()}, count, DType::f32, threads);
+                updates().sgd({{whole.data(), whole.data()}, sum.data(), count, DType::f32, 1, 0}, Sgd{{}, 0.5, 0, 0, false, false});
+                if (after != whole || copied != whole) die("a step shared by threads is another one");
+                if (sum_of_squares(a.data(), count, DType::f32, threads) != double(count)) die("squares that threads share");
+                copy(sum.data(), after.data(), count * sizeof(float), threads);
+                if (!same({sum.data()}, {whole.data()}, {count * sizeof(float)}, threads)) die("a copy that threads share");
+                if (!finite(sum.data(), count, DType::f32, threads)) die("what is not finite in it?");
+            }
+        });
+    for (auto& one : callers) one.join();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -336,6 +370,7 @@ int main(int argc, char** argv) {
         for (auto& thread : threads) thread.join();
         for (auto& rank : ranks) rank->engine->close();
         ranks.clear();
+        if (game % 4 == 0) crew(draw);
         done += part;
         ended += uint64_t(lost > 0);
     }

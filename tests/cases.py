@@ -70,7 +70,7 @@ ROWS = {
     # the native core and torch's backend
     "one contract for every Group", "DDP, FSDP2, tensor parallel and pipelining over our backend",
     "a dead rank raises under our backend", "a lost operation in our run completes with zeros",
-    "torch's own suite over our backend", "Group over shared memory", "every kernel has a twin",
+    "torch's own suite over our backend", "Group over shared memory", "every kernel has a twin", "threads change no bit",
     "TCP: bounded memory, tags in any order", "TCP: mismatched calls name both sides", "TCP: strangers are dropped without harm",
     "TCP: garbage in an open stream",     "TCP: sums in rank order, whatever the way", "a link is cut in mid-operation", "a rank dies among hosts",
     "random operations among hosts", "random operations, kills and cancels", "a wheel holds the package and the core, nothing else",

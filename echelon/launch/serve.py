@@ -69,7 +69,7 @@ def serve(
         servers: list[Server] = []
         undo.callback(_end, servers)
         for rank in range(num_servers):
-            servers.append(_start(rank, bind, port + rank if port else 0, token))
+            servers.append(_start(rank, bind, port + rank if port else 0, token, _threads(num_servers)))
         try:
             _wait_for_addresses(servers, asked)
             if not asked.number:
@@ -124,7 +124,12 @@ def _token(file: Path | None, undo: contextlib.ExitStack) -> tuple[str, str]:
     return token, str(file)
 
 
-def _start(rank: int, bind: str, port: int, token: str) -> Server:
+def _threads(num_servers: int) -> int:
+    """Of a server: all have half of the cores among them, the other half is their clients'. What the user set stays."""
+    return env.user_threads() or max(1, len(os.sched_getaffinity(0)) // 2 // num_servers)
+
+
+def _start(rank: int, bind: str, port: int, token: str, num_threads: int) -> Server:
     process = subprocess.Popen(
         [sys.executable, "-m", "echelon.launch.serving", "--rank", str(rank)],
         stdin=subprocess.PIPE,
@@ -133,7 +138,7 @@ def _start(rank: int, bind: str, port: int, token: str) -> Server:
         start_new_session=True,  # Ctrl-C is for this process, which then ends them
     )
     assert process.stdin is not None
-    told = {"rank": rank, "bind": bind, "port": port, "token": token}
+    told = {"rank": rank, "bind": bind, "port": port, "token": token, "threads": num_threads}
     with contextlib.suppress(OSError):
         process.stdin.write(json.dumps(told).encode() + b"\n")
         process.stdin.flush()

@@ -25,11 +25,13 @@ def main() -> int:
     import torch  # here, so that the launcher's side of this package stays light
 
     from echelon.launch.serve import stats_line
+    from echelon.native import threads
     from echelon.ps.client import SERVE
     from echelon.ps.host import Host
     from echelon.ps.tables import Tables
 
-    torch.set_num_threads(1)  # a thread a client does the work
+    torch.set_num_threads(1)  # a thread a client, and the core's own, do the work
+    threads.use(told["threads"])
     tables = Tables()
     try:
         host = Host({"tables": tables}, told["token"], SERVE, told["bind"], port=told["port"])

@@ -1,12 +1,13 @@
 """Optimizer steps over flat ranges: through the core, or in plain torch where it was not built. The same bits either way.
 
 Tensors are flat, contiguous, on the CPU, all float32 or all float64. An array is given as (before, after): one tensor twice, to change it in
-place, or two, so that the version before the step stays. The core works on one thread, without Python's lock.
+place, or two, so that the version before the step stays. A gradient may be given in parts: their sum, in this order. The core
+shares long ranges among threads (threads.py), without Python's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +15,13 @@ from torch import Tensor
 from echelon import native
 from echelon.errors import UsageError
 from echelon.native import reference_update as reference
+from echelon.native import spread, threads
 
 Versions = tuple[Tensor, Tensor]
 """An array before and after the step."""
+
+Copies = Sequence[tuple[Tensor, int]]
+"""Where the values after a step go as well: bytes, and the place in them."""
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
 """The types that optimizers know, with the core's numbers for them."""
@@ -25,32 +30,41 @@ DTYPES = {torch.float32: 0, torch.float64: 1}
 def step(
     kind: str,
     param: Versions,
-    grad: Tensor,
+    grad: Tensor | Sequence[Tensor],
     arrays: Mapping[str, Versions | None],
     numbers: Mapping[str, float],
 ) -> None:
     """One step of "sgd", "adagrad", "rmsprop" or "adam", whose arrays and numbers are named in reference_update.py."""
-    check(*param, grad, *(x for pair in arrays.values() if pair is not None for x in pair))
-    step_checked(kind, param, grad, arrays, numbers)
+    parts = [grad] if isinstance(grad, Tensor) else grad
+    check(*param, *parts, *(x for pair in arrays.values() if pair is not None for x in pair))
+    step_checked(kind, param, parts, arrays, numbers)
 
 
 def step_checked(
     kind: str,
     param: Versions,
-    grad: Tensor,
+    parts: Sequence[Tensor],
     arrays: Mapping[str, Versions | None],
     numbers: Mapping[str, float],
+    copies: Copies = (),
 ) -> None:
-    """step() of tensors that went through check(): of others it would read and write anywhere."""
-    core = native.core()
+    """step() of tensors that went through check(), with room in `copies`: of others it would read and write anywhere."""
+    core, after = native.core(), param[1]
     if core is not None:
         getattr(core, kind)(
-            _pointers(param), grad.data_ptr(), grad.numel(), DTYPES[grad.dtype],
+            _pointers(param), [x.data_ptr() for x in parts], after.numel(), DTYPES[after.dtype],
             **{name: _pointers(pair) for name, pair in arrays.items()}, **numbers,
+            copies=[x.data_ptr() + at for x, at in copies], threads=threads.number(),
+            large=any(x.nbytes >= spread.LARGE_BYTES for x, _ in copies),
         )  # fmt: skip
         return
-    after = {name: None if pair is None else _carried(pair) for name, pair in arrays.items()}
-    getattr(reference, kind)(_carried(param), grad, **after, **numbers)
+    grad = parts[0]
+    if len(parts) > 1:
+        spread.add([grad := torch.empty_like(after)], parts)
+    state = {name: None if pair is None else _carried(pair) for name, pair in arrays.items()}
+    getattr(reference, kind)(_carried(param), grad, **state, **numbers)
+    for x, at in copies:
+        x.view(torch.uint8)[at : at + after.nbytes].copy_(after.view(torch.uint8))
 
 
 def average(average: Versions, x: Tensor, weight: float) -> None:
@@ -69,16 +83,16 @@ def sum_of_squares(x: Tensor) -> float:
     core = native.core()
     if core is None:
         return reference.sum_of_squares(x)
-    return float(core.sum_of_squares(x.data_ptr(), x.numel(), DTYPES[x.dtype]))
+    return float(core.sum_of_squares(x.data_ptr(), x.numel(), DTYPES[x.dtype], threads.number()))
 
 
 def finite(x: Tensor) -> bool:
     """Neither NaN nor infinity in it."""
     check(x)
     core = native.core()
-    return (
-        reference.finite(x) if core is None else bool(core.finite(x.data_ptr(), x.numel(), DTYPES[x.dtype]))
-    )
+    if core is None:
+        return reference.finite(x)
+    return bool(core.finite(x.data_ptr(), x.numel(), DTYPES[x.dtype], threads.number()))
 
 
 def check(*tensors: Tensor) -> None:

@@ -82,7 +82,7 @@ class AllReduceSync:
         self.active = ordered
         self.buckets, self.tail = buckets.build(
             ordered,
-            self.group,
+            self.wire.rooms,
             first_bytes=self.first_bucket_bytes,
             bucket_bytes=self.bucket_bytes,
             tail_numel=tail.HEAD + len(self.slots),
@@ -121,7 +121,7 @@ class AllReduceSync:
             self.active = [*self.active, *thawed]
             self.spare = [s for s in self.spare if not s.param.requires_grad]
             self.sparse += [s for s in thawed if s.sparse]
-            self.buckets += buckets.lay([s for s in thawed if not s.sparse], self.group, self.wire.codes)
+            self.buckets += buckets.lay([s for s in thawed if not s.sparse], self.wire.rooms, self.wire.codes)
 
     # -- a micro-step --------------------------------------------------------------------------------------------
 

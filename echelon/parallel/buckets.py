@@ -1,14 +1,15 @@
-"""Flat buckets: where gradients lie when they meet. Packing is pure; memory comes from the group."""
+"""Flat buckets: where gradients lie when they meet. Packing is pure; memory comes from the group, or from who carries them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from echelon.comm.group import Group, Work
+from echelon.comm.group import Work
 from echelon.comm.handover import NO_MEMORY
 from echelon.errors import WorldError
 
@@ -78,6 +79,15 @@ class Bucket:
     index: int = field(default=0)
 
 
+class Rooms(Protocol):
+    """Where the memory of buckets comes from: a Group, or ps/shared.py."""
+
+    rank: int
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """See Group.buffer."""
+
+
 def pack(sizes: Sequence[int], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
     """Consecutive items whose bytes reach the limit, the first limit being smaller. Every item is in one bucket.
 
@@ -99,7 +109,7 @@ def pack(sizes: Sequence[int], first_bytes: int, bucket_bytes: int) -> list[list
 
 def build(
     slots: Sequence[Slot],
-    group: Group,
+    rooms: Rooms,
     *,
     first_bytes: int,
     bucket_bytes: int,
@@ -113,11 +123,11 @@ def build(
     for _, same in _by_type(dense):
         sizes = [s.param.numel() * s.param.element_size() for s in same]
         for chosen in pack(sizes, first_bytes if not buckets else bucket_bytes, bucket_bytes):
-            buckets.append(_lay([same[i] for i in chosen], group, coded=coded))
+            buckets.append(_lay([same[i] for i in chosen], rooms, coded=coded))
     if not coded and buckets and buckets[-1].flat.dtype in (torch.float32, torch.float64):
-        buckets[-1] = _lay(buckets[-1].slots, group, tail_numel)
+        buckets[-1] = _lay(buckets[-1].slots, rooms, tail_numel)
     else:
-        flat = _room(group, 4 * tail_numel).view(torch.float32)
+        flat = _room(rooms, 4 * tail_numel).view(torch.float32)
         buckets.append(Bucket([], flat, tail=flat))
     for index, bucket in enumerate(buckets):
         bucket.index = index
@@ -126,9 +136,9 @@ def build(
     return buckets, tail
 
 
-def lay(slots: Sequence[Slot], group: Group, coded: bool = False) -> list[Bucket]:
+def lay(slots: Sequence[Slot], rooms: Rooms, coded: bool = False) -> list[Bucket]:
     """One bucket a type, with no tail."""
-    return [_lay(same, group, coded=coded) for _, same in _by_type(slots)]
+    return [_lay(same, rooms, coded=coded) for _, same in _by_type(slots)]
 
 
 def _by_type(slots: Sequence[Slot]) -> list[tuple[torch.dtype, list[Slot]]]:
@@ -140,7 +150,7 @@ def _by_type(slots: Sequence[Slot]) -> list[tuple[torch.dtype, list[Slot]]]:
     return sorted(kinds.items(), key=lambda item: (item[0] in carries, len(item[1])))
 
 
-def _lay(slots: list[Slot], group: Group, tail_numel: int = 0, coded: bool = False) -> Bucket:
+def _lay(slots: list[Slot], rooms: Rooms, tail_numel: int = 0, coded: bool = False) -> Bucket:
     """Gives every slot its view into one flat buffer; coded ones have no gaps, since a code would fill them."""
     dtype, itemsize = slots[0].param.dtype, slots[0].param.element_size()
     step = 1 if coded else ALIGN // itemsize
@@ -148,7 +158,7 @@ def _lay(slots: list[Slot], group: Group, tail_numel: int = 0, coded: bool = Fal
     for slot in slots:
         starts.append(at)
         at += -(-slot.param.numel() // step) * step
-    flat = _room(group, (at + tail_numel) * itemsize).view(dtype)
+    flat = _room(rooms, (at + tail_numel) * itemsize).view(dtype)
     bucket = Bucket(slots, flat, tail=flat[at:] if tail_numel else None)
     for slot, start in zip(slots, starts, strict=True):
         param = slot.param
@@ -157,12 +167,12 @@ def _lay(slots: list[Slot], group: Group, tail_numel: int = 0, coded: bool = Fal
     return bucket
 
 
-def _room(group: Group, nbytes: int) -> Tensor:
+def _room(rooms: Rooms, nbytes: int) -> Tensor:
     try:
-        return group.buffer(nbytes)
+        return rooms.buffer(nbytes)
     except OSError as error:
         raise WorldError(
-            f"rank {group.rank} has no room for {nbytes} bytes of gradients: {error}", remedy=NO_MEMORY
+            f"rank {rooms.rank} has no room for {nbytes} bytes of gradients: {error}", remedy=NO_MEMORY
         ) from None
 
 

@@ -15,7 +15,7 @@ from echelon.coding import Compression
 from echelon.comm.chain import Chain, Chains
 from echelon.comm.codecs.named import codec_for
 from echelon.comm.group import Group, Work
-from echelon.parallel.buckets import Bucket, Slot
+from echelon.parallel.buckets import Bucket, Rooms, Slot
 from echelon.parallel.carried import Piece
 from echelon.parallel.lowrank import LowRankCoder
 from echelon.parallel.residual import Residual
@@ -57,6 +57,7 @@ class CodedWire:
     def __init__(self, group: Group, compression: Compression) -> None:
         self.group, self.compression = group, compression
         self.traffic = Traffic()
+        self.rooms: Rooms = group
         self.chains = Chains()
         self.sent: list[tuple[Chain, Coder]] = []
         """Of the meeting that is open."""

@@ -6,13 +6,13 @@ names the parameter and says what to call instead. `is None` tells, as usual, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from echelon.errors import UsageError
+from echelon.errors import StrategyError, UsageError
 
 _ALLOWED = {
     "shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn", "is_leaf", "names", "ndim", "size", "dim",
@@ -55,6 +55,21 @@ class OnServers(Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
+
+
+def check_held(params: Sequence[tuple[str, nn.Parameter, bool]]) -> None:
+    """Can servers hold all of these (name, parameter, has sparse gradients)?"""
+    for name, param, is_sparse in params:
+        if is_sparse:
+            raise StrategyError(
+                f"`{name}` has sparse gradients, and servers keep dense ranges",
+                remedy="Use apply=worker, or sparse=False in the embedding.",
+            )
+        if param.dtype not in (torch.float32, torch.float64):
+            raise StrategyError(
+                f"`{name}` is {str(param.dtype).removeprefix('torch.')}: servers know float32 and float64",
+                remedy="Use apply=worker, or keep the weights in float32 and compute in other types with autocast.",
+            )
 
 
 def not_here(name: str) -> UsageError:

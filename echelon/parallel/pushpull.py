@@ -17,21 +17,21 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Met, Outcome, Work
-from echelon.errors import LinkLost, PeerLost, StrategyError
+from echelon.errors import LinkLost, PeerLost
 from echelon.parallel import backward, tail
 from echelon.parallel.allreduce import MEETING_LIMIT_S, AllReduceSync
 from echelon.parallel.arriving import Arrivals
-from echelon.parallel.buckets import Bucket, Slot
-from echelon.parallel.elsewhere import OnServers, not_here
+from echelon.parallel.buckets import Bucket, Rooms, Slot
+from echelon.parallel.elsewhere import OnServers, check_held, not_here
 from echelon.parallel.gradsync import Groups, Share
 from echelon.parallel.wire import PlainWire
 from echelon.ps.held import Call, Held
 from echelon.ps.recipes import Recipe
+from echelon.ps.shared import Shared
 from echelon.ps.worker import Servers, lost
 
 
@@ -39,6 +39,10 @@ class PushWire(PlainWire):
     """See wire.Wire: the tail's bucket goes around; the others are pushed by PushSync."""
 
     codes = True
+
+    def __init__(self, group: Group, rooms: Rooms) -> None:
+        super().__init__(group)
+        self.rooms = rooms
 
 
 class PushSync(AllReduceSync):
@@ -56,19 +60,9 @@ class PushSync(AllReduceSync):
         model: int,
         **sizes: int,
     ) -> None:
-        sparse = [name for name, _, is_sparse in params if is_sparse]
-        if sparse:
-            raise StrategyError(
-                f"`{sparse[0]}` has sparse gradients, and servers keep dense ranges",
-                remedy="Use apply=worker, or sparse=False in the embedding.",
-            )
-        strange = [(name, p.dtype) for name, p, _ in params if p.dtype not in (torch.float32, torch.float64)]
-        if strange:
-            raise StrategyError(
-                f"`{strange[0][0]}` is {str(strange[0][1]).removeprefix('torch.')}: servers know float32 and float64",
-                remedy="Use apply=worker, or keep the weights in float32 and compute in other types with autocast.",
-            )
+        check_held(params)
         self.model = model
+        self.shared = Shared(servers, group)
         self.held = Held(servers, model, [(name, p) for name, p, _ in reversed(params)], group.rank)
         self.pushed: dict[int, list[tuple[int, int, Call]]] = {}
         """Bucket -> its pushes that have not been used."""
@@ -87,7 +81,7 @@ class PushSync(AllReduceSync):
         """Slot -> what clipping multiplies its gradient with in the next step."""
         self.failed: Outcome | None = None
         self.arrivals = Arrivals(self.held, {name: p for name, p, _ in params}, self._waited)
-        super().__init__(params, group, wire=PushWire(group), **sizes)
+        super().__init__(params, group, wire=PushWire(group, self.shared), **sizes)
         self.order = None
         for slot in self.slots:
             backward.pre_hook(slot.param, partial(self._make_way, slot))
@@ -97,7 +91,9 @@ class PushSync(AllReduceSync):
     # -- building --------------------------------------------------------------------------------------------------
 
     def build(self, ordered: list[Slot]) -> None:
+        before = self.shared.turn()
         super().build(ordered)
+        self.shared.free(before)  # nothing of it is under way: see refresh()
         self._plan()
 
     def _plan(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from echelon.comm.group import Group, Work
-from echelon.parallel.buckets import Bucket, Slot
+from echelon.parallel.buckets import Bucket, Rooms, Slot
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Wire(Protocol):
     """Buckets have no gaps, and the tail, which is never coded, lies in one of its own."""
 
     traffic: Traffic
+    rooms: Rooms
+    """Where the memory of buckets comes from."""
 
     def send(self, bucket: Bucket) -> Work:
         """bucket.flat becomes the sum over ranks once wait() gave Met; it belongs to the wire until then."""
@@ -60,6 +62,7 @@ class PlainWire:
 
     def __init__(self, group: Group) -> None:
         self.group, self.traffic = group, Traffic()
+        self.rooms: Rooms = group
 
     def send(self, bucket: Bucket) -> Work:
         count(self.traffic, bucket, self.group.size)

@@ -15,10 +15,11 @@ from torch import Tensor
 from echelon.clock import Deadline
 from echelon.control import calls, greet
 from echelon.errors import EchelonError, UsageError, WireError
+from echelon.native.spread import copy
 from echelon.ps import frame
 from echelon.ps.frame import At, Header, Limits, Room
 from echelon.ps.inbox import Inbox, prepare
-from echelon.ps.memory import CODES, TORCH, Mapped, Pool, copy, raw, tensor_of
+from echelon.ps.memory import CODES, TORCH, Mapped, Pool, raw, tensor_of
 from echelon.ps.outbox import SMALL_BYTES, Outbox, Part
 from echelon.ps.service import Counters, Peer, Request, Service
 

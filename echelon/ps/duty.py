@@ -43,11 +43,15 @@ NEVER = 1 << 53
 
 def serve(member: Member, place: Place) -> int:
     """Serves until the run is over; gives the exit code. Blocks. Raises WorldError when the run's coordinator is gone."""
+    import torch
+
+    from echelon.native import threads
     from echelon.ps import copies, dealing, judge, local, parts, session
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
     from echelon.ps.site import RunSite
 
+    threads.use(torch.get_num_threads())  # the launcher's number
     num_servers = int(member.description.get("num_servers", 1))
     held = copies.Copies(place.rank, place.world_size, num_servers, leads=place.incarnation == 0)
     training = session.Training(place.world_size, held, RunSite(member))

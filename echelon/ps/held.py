@@ -11,6 +11,7 @@ from torch import Tensor
 from echelon import verdict
 from echelon.clock import Deadline
 from echelon.errors import UsageError, WorldError
+from echelon.native import spread
 from echelon.ps.keys import Holder, Placement, place
 from echelon.ps.keys import Tensor as Spec
 from echelon.ps.pending import Pending
@@ -20,9 +21,6 @@ from echelon.ps.spans import Piece
 from echelon.ps.worker import Servers
 
 Call = Pending | Routed
-
-SMALL_NUMEL = 16 * 1024
-"""Ranges up to this are put together before they are compared: there may be thousands, and a call each takes longer than the copy."""
 
 ALONE = 2
 """A tensor's memory is held by the tensor, and by who asks for their number."""
@@ -89,15 +87,7 @@ class Held:
     def edited(self) -> bool:
         """Did the script write into parameters since they were pulled? Sees every bit, also what was written past autograd's
         counters (`p.data.clamp_()`)."""
-        small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for a, b in zip(*self._pairs, strict=True):
-            if a.numel() <= SMALL_NUMEL:
-                lives, memories = small.setdefault(a.dtype, ([], []))
-                lives.append(a)
-                memories.append(b)
-            elif not torch.equal(_bits(a), _bits(b)):
-                return True
-        return not all(torch.equal(_bits(torch.cat(a)), _bits(torch.cat(b))) for a, b in small.values())
+        return not spread.same(*self._pairs)
 
     def open(self) -> None:
         """Every worker opens; the values are worker 0's. Blocks until they are there. A worker that was started again takes what the
@@ -372,10 +362,6 @@ def _sharing(x: Tensor) -> int:
     """How many hold the memory of x, the one who asks included; -1 if this torch does not tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return -1 if count is None else int(count(x.untyped_storage()._cdata))
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.cpu().view(torch.int32 if x.element_size() == 4 else torch.int64)
 
 
 def _flat(x: Tensor) -> Tensor:

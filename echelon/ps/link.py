@@ -22,9 +22,10 @@ from echelon.clock import Deadline
 from echelon.control import calls, forks
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, Late, LinkLost, UsageError, WireError
+from echelon.native.spread import copy
 from echelon.ps import frame
 from echelon.ps.frame import At, Limits
-from echelon.ps.memory import CODES, TORCH, Arena, copy, raw
+from echelon.ps.memory import CODES, TORCH, Arena, raw
 from echelon.ps.outbox import SMALL_BYTES, Outbox, Part
 from echelon.ps.pending import Pending, Reply, again
 from echelon.ps.reach import Reached, reach
@@ -95,6 +96,11 @@ class Link:
         if self.local:
             return self._arena.take(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def share_with(self, others: Sequence[Link]) -> None:
+        """Buffers that are made from now on are shared with these links' servers as well, where they are on this host."""
+        if self.local:
+            self._arena.share_with([other._arena for other in others if other.local])
 
     def release(self, buffer: Tensor) -> None:
         """Gives back what buffer() gave, once no call uses it. What came from elsewhere is ignored."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import fcntl
 import os
 import threading
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +44,6 @@ def raw(x: Tensor) -> memoryview:
     return memoryview(_view(x.data_ptr(), size, _WRITABLE)) if size else memoryview(bytearray())
 
 
-def copy(into: Tensor, source: Tensor) -> None:
-    """Bytes of one contiguous CPU tensor over those of another of the same size, on this thread, without Python's lock."""
-    here, there = into.data_ptr(), source.data_ptr()
-    if here != there and into.nbytes:
-        ctypes.memmove(here, there, into.nbytes)
-
-
 def tensor_of(buffer: Any, dtype: int, shape: list[int], offset: int) -> Tensor:
     """A tensor over a writable buffer, which it keeps alive."""
     kind, count = TORCH[dtype], 1
@@ -72,6 +66,12 @@ class Segment:
             self.begin, size, _POPULATE
         )  # an older kernel does not know it: then pages come as they are touched
 
+    def numbered(self, number: int) -> Segment:
+        """The same memory under another number."""
+        other = copy.copy(self)
+        other.number = number
+        return other
+
     def view(self, offset: int, num_bytes: int, dtype: int, shape: list[int]) -> Tensor:
         if not num_bytes:
             return torch.empty(shape, dtype=TORCH[dtype])
@@ -91,10 +91,15 @@ class Arena:
         self._begins: list[tuple[int, int]] = []
         self._free: list[tuple[int, int, int]] = []  # (segment, offset, bytes), in order, no two touching
         self._taken: dict[int, tuple[int, int, int]] = {}
+        self._others: list[Arena] = []
 
     @property
     def num_bytes(self) -> int:
         return sum(segment.size for segment in self._segments)
+
+    def share_with(self, others: Sequence[Arena]) -> None:
+        """Segments that are made from now on are handed to these arenas' servers as well, and found there. Not the other way round."""
+        self._others += [other for other in others if other not in (self, *self._others)]
 
     def take(self, num_bytes: int) -> Tensor:
         """uint8, at a multiple of 64 bytes. WorldError when there is no memory."""
@@ -166,10 +171,22 @@ class Arena:
                 f"there is no {size >> 20} MiB to share with a parameter server: {error}",
                 remedy="Free memory, or raise the limits of this container or shell (ulimit -a).",
             ) from None
+        for other in self._others:
+            other._adopt(os.dup(fd), segment)
         self._announce(fd, size)
         self._segments.append(segment)
         insort(self._begins, (segment.begin, segment.number))
         insort(self._free, (segment.number, 0, size))
+
+    def _adopt(self, fd: int, segment: Segment) -> None:
+        """Another arena's: nothing is taken from it here. One too many is left out, and what lies there is copied."""
+        with self._lock:
+            if len(self._segments) >= self._limits.segments:
+                os.close(fd)
+                return
+            self._announce(fd, segment.size)
+            self._segments.append(segment.numbered(len(self._segments)))
+            insort(self._begins, (segment.begin, self._segments[-1].number))
 
 
 class Mapped:

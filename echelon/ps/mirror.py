@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from echelon.clock import Deadline
 from echelon.errors import EchelonError, PeerLost
+from echelon.native import spread
 from echelon.ps.copies import Copies, Copy
 from echelon.ps.link import Link
 from echelon.ps.pending import Pending
 from echelon.ps.recipes import Recipe
-from echelon.ps.shard import Shard
+from echelon.ps.shard import Gradient, Shard
 
 ACK_S = 10.0
 FIRST_S = 60.0
@@ -83,28 +84,35 @@ class Mirror:
         following: int,
         optimizer: int,
         groups: Groups,
-        gradient: Callable[[int, Tensor | None], Tensor],
+        gradient: Gradient,
+        into: Sequence[Tensor] = (),
     ) -> None:
-        """One update of the shard, here and there."""
+        """One update of the shard, here and there; `into` as in Shard.step."""
         shard, link = copy.shard, self.link if model in self._filled else None
         if link is None:
-            shard.step(optimizer, groups, gradient)
+            shard.step(optimizer, groups, gradient, into)
             copy.done.update(done)
             return
         keys: dict[torch.dtype, list[int]] = {}
         for _, _, wanted in groups:
             for key in wanted:
                 keys.setdefault(shard.values[key].dtype, []).append(key)
+        try:
+            rooms = {dtype: self._room(link, model, shard, dtype) for dtype in keys}
+        except EchelonError as error:  # the partner was killed a moment ago
+            self._do_without(error)
+            shard.step(optimizer, groups, gradient, into)
+            copy.done.update(done)
+            return
         sums: dict[int, Tensor] = {}
         flats = []
         for dtype, wanted in keys.items():
-            flat = self._room(link, model, shard, dtype)[: sum(shard.values[key].numel() for key in wanted)]
+            flat = rooms[dtype][: sum(shard.values[key].numel() for key in wanted)]
             at = 0
             for key in wanted:
                 place = flat[at : at + shard.values[key].numel()]
                 found = gradient(key, place)
-                if found.data_ptr() != place.data_ptr():
-                    place.copy_(found)
+                spread.add([place], [found] if isinstance(found, Tensor) else found)
                 sums[key] = place
                 at += place.numel()
             flats.append(flat)
@@ -113,7 +121,7 @@ class Mirror:
             "keys": list(keys.values()), "updates": shard.updates + 1, "done": list(done.items()), "next": following,
         }  # fmt: skip
         sent = self._send("update", model, head, flats)
-        shard.step(optimizer, groups, lambda key, _: sums[key])
+        shard.step(optimizer, groups, lambda key, _: sums[key], into)
         copy.done.update(done)
         self.wait([sent])
 

@@ -6,7 +6,7 @@ is one more layout of the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,26 +94,29 @@ class Range:
 
     def apply(
         self,
-        grad: Tensor,
+        grad: Tensor | Sequence[Tensor],
         scale: float = 1.0,
         numbers: Mapping[str, Number] | Recipe | None = None,
         out: Range | None = None,
+        copies: update.Copies = (),
     ) -> None:
-        """One step with `scale` times the gradient. `numbers` (a learning rate of this step) hold from now on; where many ranges
-        step by one recipe, it is cheaper to give that."""
+        """One step with `scale` times the gradient, or times the sum of its parts in their order. `numbers` (a learning rate of this
+        step) hold from now on; where many ranges step by one recipe, it is cheaper to give that. The new values go to `copies` too, in
+        the same pass: there is room for them."""
         recipe, step = self._recipe(numbers), self.step + 1
         after = self if out is None else out
-        self._check(after, grad)
+        parts = [grad] if isinstance(grad, Tensor) else grad
+        self._check(after, parts)
         plan = _plan(recipe, step, scale, "momentum_buffer" not in self.arrays)
         arrays = {name: self._versions(name, after) if used else None for name, used in plan.arrays}
-        update.step_checked(plan.kind, (self.param, after.param), grad, arrays, plan.settled)
+        update.step_checked(plan.kind, (self.param, after.param), parts, arrays, plan.settled, copies)
         self._keep(after, recipe, step, arrays)
 
-    def _check(self, after: Range, grad: Tensor) -> None:
+    def _check(self, after: Range, parts: Sequence[Tensor]) -> None:
         """What update.check() sees to. A range's own memory is looked at when it is new here: there may be thousands of ranges."""
         param, known = self.param, self._known
         if known is None or known[0] is not param or known[1] is not after.param:
-            update.check(param, after.param, grad)
+            update.check(param, after.param, *parts)
             if after is not self and after.param.data_ptr() == param.data_ptr() and param.numel():
                 raise UsageError(
                     "the next version of a range needs memory of its own",
@@ -121,7 +124,8 @@ class Range:
                 )
             self._known = (param, after.param)
         else:
-            update.check_one(grad, param)
+            for part in parts:
+                update.check_one(part, param)
 
     def another(self) -> Range:
         """Memory for another version of this range, for `out`."""

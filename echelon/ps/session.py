@@ -33,7 +33,7 @@ from echelon import activity
 from echelon.control.roster import partner
 from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
 from echelon.ps import looking
-from echelon.ps.adding import add_up
+from echelon.ps.adding import add_up, rooms
 from echelon.ps.copies import Copies, Copy, loaded
 from echelon.ps.judge import Reporter
 from echelon.ps.mirror import Mirror, Site
@@ -279,13 +279,14 @@ class Training:
         head, shard = requests[0].head, copy.shard
         groups = [(Recipe.from_plain(recipe), float(factor), keys) for recipe, factor, keys in head["groups"]]
         shard.check(key for _, _, keys in groups for key in keys)
-        self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.total)
+        into = rooms(requests, shard.memory.nbytes)
+        self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.parts, into)
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
-        for one in requests:
-            one.answer({"updates": shard.updates}, copy.values_for(one))
+        for at, one in enumerate(requests):
+            one.answer({"updates": shard.updates}, [into[at]] if into else copy.values_for(one))
 
     def _update(self, copy: Copy, requests: list[Request], following: int, *update: Any) -> None:
-        """Here and on the partner: optimizer, groups, the gradient of a key."""
+        """Here and on the partner: optimizer, groups, the gradient of a key, where the new values go."""
         done = {one.peer.rank: int(one.head["number"]) for one in requests}
         mirror = self.mirrors.get(self.copies.shard_of(requests[0]))
         if mirror is None:

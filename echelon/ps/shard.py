@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from echelon.errors import EchelonError, UsageError, WireError
-from echelon.native import update
+from echelon.native import spread, update
 from echelon.ps.optimizers import Range
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+Gradient = Callable[[int, Tensor | None], Tensor | Sequence[Tensor]]
+"""Key, and memory that may be used for it -> its gradient, or the parts whose sum it is, in this order."""
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Shard:
         self.spec = [tuple(r) for r in ranges]
         self.memory = memory.clone()
         self.values = _views(self.spec, self.memory)
+        self.offsets = {int(key): int(offset) for key, offset, _, _ in self.spec}
         self.before = Before(torch.zeros_like(memory), self.spec) if keeps else None
         self.arrived = [Arrived() for _ in range(num_workers)]
         self.ranges: dict[tuple[int, int], Range] = {}
@@ -164,19 +167,20 @@ class Shard:
 
     # -- what they ask for together --------------------------------------------------------------------------------
 
-    def total(self, key: int, out: Tensor | None = None) -> Tensor:
-        """The sum of all workers' parts, in the order of ranks; in `out`, if it was not there before. Else it belongs to the shard until
-        the next call."""
+    def parts(self, key: int, _: Tensor | None = None) -> Sequence[Tensor]:
+        """All workers' parts, in the order of ranks; their sum, if somebody asked for it before. Not copies."""
         if key in self.sums:
-            return self.sums[key]
+            return [self.sums[key]]
         self._complete(key)
-        first, *others = (mine.parts[key] for mine in self.arrived)
-        if not others:
-            return first
-        out = self._room(first) if out is None else out
-        torch.add(first, others[0], out=out)
-        for part in others[1:]:
-            out.add_(part)
+        return [mine.parts[key] for mine in self.arrived]
+
+    def total(self, key: int, out: Tensor | None = None) -> Tensor:
+        """Their sum; in `out`, if it was not there before. Else it belongs to the shard until the next call."""
+        parts = self.parts(key)
+        if len(parts) == 1:
+            return parts[0]
+        out = self._room(parts[0]) if out is None else out
+        spread.add([out], parts)
         return out
 
     def _complete(self, key: int) -> None:
@@ -221,21 +225,31 @@ class Shard:
         self,
         optimizer: int,
         groups: Sequence[tuple[Recipe, float, Sequence[int]]],
-        gradient: Callable[[int, Tensor | None], Tensor],
+        gradient: Gradient,
+        into: Sequence[Tensor] = (),
     ) -> None:
         """One update: of each group on its keys, with the group's factor times the gradient. One that fails leaves everything as it was, if
-        the version before is kept."""
-        before, stepped = self.before, {}
+        the version before is kept. `into` are memories like this one, as bytes: they have all values once it is done."""
+        before, stepped, keys_now = self.before, {}, set()
         for recipe, factor, keys in groups:
             for key in keys:
                 held = self._range(optimizer, key, recipe)
                 after = before.room(optimizer, key, recipe) if before is not None else None
-                held.apply(gradient(key, None), scale=factor, numbers=recipe, out=after)
+                copies = [(memory, self.offsets[key]) for memory in into]
+                held.apply(gradient(key, None), scale=factor, numbers=recipe, out=after, copies=copies)
+                keys_now.add(key)
                 if after is not None:
                     stepped[optimizer, key] = after
         if before is not None:
             self._turn(before, stepped)
+        self._fill(into, [key for key in self.values if key not in keys_now])
         self.updates += 1
+
+    def _fill(self, into: Sequence[Tensor], keys: Sequence[int]) -> None:
+        for key in keys if into else ():
+            value, at = self.values[key], self.offsets[key]
+            for memory in into:
+                spread.copy(memory[at : at + value.nbytes], value)
 
     def _turn(self, before: Before, stepped: dict[tuple[int, int], Range]) -> None:
         """What was written beside is the version that counts now, and the other way round."""

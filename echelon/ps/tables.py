@@ -1,8 +1,8 @@
 """Named dense tables on a server, each with its optimizer: what the direct API talks to. One push is one update.
 
-A table lies in pieces of a megabyte. Whoever pushes or pulls goes through them in order and takes the next piece's lock before it lets
+A table lies in pieces of one to four megabytes. Whoever pushes or pulls goes through them in order and takes the next piece's lock before it lets
 go of the last one's, so nobody overtakes anybody: two clients work on one table at a time, yet every pull sees whole updates
-only, and all updates happen in one order. A piece is read back while it is still in the cache.
+only, and all updates happen in one order. Each block of a piece is updated and copied out in one pass (csrc/spread.cpp).
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import torch
 from torch import Tensor
 
 from echelon.errors import EchelonError, UsageError
-from echelon.ps.frame import MIB
-from echelon.ps.memory import copy
+from echelon.native.spread import copy
+from echelon.native.update import Copies
+from echelon.ps.frame import ALIGN, MIB
 from echelon.ps.optimizers import Range
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 
 PIECE_BYTES = MIB
+LARGEST_PIECE_BYTES = 4 * MIB
+"""A piece is this much at most, and a 32nd of its table: more is less to do between pieces, and more that the next client waits for."""
+
 MAX_NAME_CHARS = 200
 LARGE_BYTES = 64 * MIB
 """Before a table of this size is made, it is looked whether there is memory for it."""
@@ -63,7 +67,7 @@ class Table:
         self.version = 0
         """Updates so far."""
         self.values = init.clone()
-        step = PIECE_BYTES // init.itemsize
+        step = max(PIECE_BYTES, min(LARGEST_PIECE_BYTES, init.nbytes // 32 // ALIGN * ALIGN)) // init.itemsize
         self._spans = [(at, min(at + step, init.numel())) for at in range(0, max(1, init.numel()), step)]
         self._pieces = [Range(kind.recipe, self.values[a:b]) for a, b in self._spans]
         self._locks = [threading.Lock() for _ in self._spans]
@@ -88,8 +92,9 @@ class Table:
                     last = at
                 piece = self._pieces[at]
                 if grad is not None:
-                    self._apply(piece, grad[begin:end], recipe)
-                if out is not None:
+                    copies = [] if out is None else [(out, begin * out.itemsize)]
+                    self._apply(piece, grad[begin:end], recipe, copies)
+                elif out is not None:
                     copy(out[begin:end], piece.param)
             return version
         finally:
@@ -121,9 +126,9 @@ class Table:
         self.version += grad is not None
         return self.version
 
-    def _apply(self, piece: Range, grad: Tensor, recipe: Recipe) -> None:
+    def _apply(self, piece: Range, grad: Tensor, recipe: Recipe, copies: Copies = ()) -> None:
         try:
-            piece.apply(grad, numbers=recipe)
+            piece.apply(grad, numbers=recipe, copies=copies)
         except (
             BaseException
         ) as error:  # such as no memory for the optimizer's state: some pieces have the update, some do not

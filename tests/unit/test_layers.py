@@ -114,6 +114,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.together",
     "echelon.ps.shard",
     "echelon.ps.session",
+    "echelon.ps.shared",
     "echelon.ps.copies",
     "echelon.ps.mirror",
     "echelon.ps.judge",
