@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from echelon.comm.group import Group
+from echelon.errors import LinkLost
 from echelon.ps.link import INLINE_BYTES, Link
 from echelon.ps.route import Route
 from echelon.ps.worker import Servers
@@ -28,10 +29,12 @@ class Shared:
         if owner is None or nbytes <= INLINE_BYTES or self.group.buffer(0).device.type != "cpu":
             return self.group.buffer(nbytes)
         link = owner.link if isinstance(owner, Route) else owner
-        if link.lost is not None:
+        try:
+            buffer = link.buffer(nbytes).zero_()
+        except LinkLost:  # whoever takes its place is found with the next call
             return self.group.buffer(nbytes)
-        self._given.append((link, link.buffer(nbytes).zero_()))
-        return self._given[-1][1]
+        self._given.append((link, buffer))
+        return buffer
 
     def turn(self) -> list[tuple[Link, Tensor]]:
         """What was given so far: to be given to free() once nothing uses it."""
