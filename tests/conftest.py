@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.s3_server import s3_server as s3_server
 
 ROOT = Path(__file__).resolve().parents[1]
+
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile(
+    "busy"
+)  # how long one example takes says more about the machine than about the code
 
 
 @dataclass
