@@ -42,6 +42,8 @@ class TakesPieces:
         for loop in self.loops:
             for part in loop.uncommitted:
                 self.ledger.unplan(part)
+            if loop.takes is not None:
+                loop.takes.drop([part.micro.batch for part in loop.uncommitted])
             loop.uncommitted = []
 
     def held(self) -> list[list[int]]:

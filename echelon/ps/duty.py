@@ -58,7 +58,7 @@ def serve(member: Member, place: Place) -> int:
     services: dict[str, Service] = {session.NAME: training, copies.NAME: copies.Copying(held)}
     services[dealing.NAME] = deals = dealing.Dealing(place.world_size)
     services[parts.NAME] = parts.Parts(training, held)
-    services[judge.NAME] = judge.Judge(num_servers)
+    services[judge.NAME] = judge.Judge(num_servers, training.reporter.verdicts if training.reporter else None)
     services[local.NAME] = apart = local.Local(place.world_size)
     host = Host(services, member.token, place.run, place.address or "127.0.0.1", limits=TRAINING)
     host.start()

@@ -1,7 +1,9 @@
 """One verdict over all servers: how far an update is clipped, and whether it is finite, where each server knows only its part.
 
 Under sync the workers ask every server and put the answers together. Where workers are not at one place (bounded, async), servers tell
-the one that leads shard 0, and it tells all of them the whole, once every shard was heard. If it dies, its successor hears them again.
+the one that leads shard 0, and it tells all of them the whole, once every shard was heard. If it dies, its successor hears them again;
+a shard whose update was made already has nobody who reports it a second time, so every server remembers what it was told, and whoever
+waits long asks the others for it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ REMEMBERED = 4096
 """Verdicts that are kept for who asks a second time."""
 
 WAIT_S = 600.0
+ASK_S = 1.0
+"""How long a server waits for the whole before it asks the others whether they have it."""
 LOOK_S = 0.25
 """How often a server that waits for the others looks whether a worker is gone."""
 
@@ -48,23 +52,45 @@ class Whole:
     whose: tuple[tuple[int, int], ...] = ()
 
 
-class Judge:
-    """The service (service.Service) that every server offers and one is asked."""
+class Verdicts:
+    """What this server was told, by model and update. Thread-safe."""
 
-    def __init__(self, num_shards: int) -> None:
-        self.num_shards = num_shards
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[int, ...], Whole] = OrderedDict()
+
+    def put(self, key: tuple[int, ...], found: Whole) -> None:
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+
+    def get(self, key: tuple[int, ...]) -> Whole | None:
+        with self._lock:
+            return self._known.get(key)
+
+
+class Judge:
+    """The service (service.Service) that every server offers and one is asked. `verdicts` are those of its server's own Reporter."""
+
+    def __init__(self, num_shards: int, verdicts: Verdicts | None = None) -> None:
+        self.num_shards, self.verdicts = num_shards, verdicts or Verdicts()
         self._lock = threading.Lock()
         self._told: OrderedDict[Any, dict[int, Summary]] = OrderedDict()
         self._waiting: dict[Any, list[Request]] = {}
 
     def called(self, request: Request) -> None:
         head = request.head
-        if request.verb != "report" or request.peer.role != "server":
+        if request.verb not in ("report", "known") or request.peer.role != "server":
             raise UsageError(
                 f"{request.peer} called {request.verb} of {NAME}, which servers offer each other"
             )
         with sense(request):
-            key = (int(head["model"]), *map(int, head["update"]))
+            key = _key(int(head["model"]), head["update"])
+            known = self.verdicts.get(key)
+            if known is not None or request.verb == "known":
+                request.answer(_plain(known) if known is not None else {})
+                return
             squares = [float(x) for x in head["squares"]]
             shard, mine = (
                 int(head["shard"]),
@@ -84,7 +110,7 @@ class Judge:
             waiting = self._waiting.pop(key)
         found = whole(told)
         for one in waiting:
-            one.answer({"squares": found.squares, "finite": found.finite, "whose": to_plain(found.whose)})
+            one.answer(_plain(found))
 
     def gone(self, peer: Peer) -> None:
         with self._lock:
@@ -102,8 +128,23 @@ def whole(told: Mapping[int, Summary]) -> Whole:
     )
 
 
+def _key(model: int, update: Sequence[Any]) -> tuple[int, ...]:
+    return (model, *map(int, update))
+
+
+def _plain(found: Whole) -> dict[str, Any]:
+    return {"squares": found.squares, "finite": found.finite, "whose": to_plain(found.whose)}
+
+
+def _whole(told: Mapping[str, Any]) -> Whole:
+    return Whole(float(told["squares"]), bool(told["finite"]), tuple(from_plain(told["whose"])))
+
+
 class Court(Protocol):
-    """How a server reaches the judge."""
+    """How a server reaches the judge, and the other servers."""
+
+    def connect(self, rank: int) -> Link | None:
+        """To a server; None if it is not there now."""
 
     def judge(self) -> Link:
         """A connection to whoever leads shard 0 now. Raises EchelonError."""
@@ -112,8 +153,8 @@ class Court(Protocol):
 class Reporter:
     """The asking end, on every server. For any number of threads."""
 
-    def __init__(self, court: Court) -> None:
-        self._court = court
+    def __init__(self, court: Court, num_servers: int = 0) -> None:
+        self._court, self._num_servers, self.verdicts = court, num_servers, Verdicts()
         self._lock = threading.Lock()
         self._link: Link | None = None
 
@@ -131,25 +172,52 @@ class Reporter:
             "shard": shard, "model": model, "update": list(update), "squares": list(mine.squares), "finite": mine.finite,
             "whose": to_plain(mine.whose),
         }  # fmt: skip
-        deadline = Deadline.after(WAIT_S)
+        deadline, ask_at, key = Deadline.after(WAIT_S), Deadline.after(ASK_S), _key(model, update)
         while True:
             try:
                 pending = self._connected().call(f"{NAME}.report", head)
                 while True:
                     try:
-                        told = pending.wait(deadline.sooner(LOOK_S)).head
-                        whose = tuple(from_plain(told["whose"]))
-                        return Whole(float(told["squares"]), bool(told["finite"]), whose)
+                        found = _whole(pending.wait(deadline.sooner(LOOK_S)).head)
+                        self.verdicts.put(key, found)
+                        return found
                     except Late:
                         gone = lost()
                         if gone is not None:
                             raise gone from None
                         if deadline.passed:
                             raise
+                        if ask_at.passed:
+                            known = self._known(key)
+                            if known is not None:
+                                return known
+                            ask_at = Deadline.after(ASK_S)
             except LinkLost:
                 if deadline.passed:
                     raise
                 threading.Event().wait(LOOK_S)  # its successor is being named
+
+    def _known(self, key: tuple[int, ...]) -> Whole | None:
+        """What another server was told about it, if one was: its shard's update is made, and it reports no more."""
+        model, *update = key
+        for rank in range(self._num_servers):
+            link = self._court.connect(rank)
+            if link is None:
+                continue
+            try:
+                told = (
+                    link.call(f"{NAME}.known", {"model": model, "update": update})
+                    .wait(Deadline.after(ASK_S))
+                    .head
+                )
+                if told:
+                    self.verdicts.put(key, _whole(told))
+                    return _whole(told)
+            except EchelonError:
+                continue
+            finally:
+                link.close()
+        return None
 
     def _connected(self) -> Link:
         with self._lock:

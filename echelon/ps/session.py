@@ -56,7 +56,7 @@ class Training:
         self.copies = copies or Copies(0, num_workers, 1)
         self.mirrors: dict[int, Mirror] = {}
         self.together = Together(num_workers)
-        self.reporter = Reporter(site) if site is not None else None
+        self.reporter = Reporter(site, self.copies.num_servers) if site is not None else None
         self._gone: set[tuple[int, int]] = set()
         """Workers whose connection is over, with their incarnation."""
         self.term = self.updates = self.sums = 0

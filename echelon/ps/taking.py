@@ -107,6 +107,11 @@ class Taker:
             self._tell(pieces)
         self.open = [number for number in self.open if number not in pieces]
 
+    def drop(self, pieces: Sequence[int]) -> None:
+        """They came too late for their step and are dealt again, perhaps to this worker: until it takes them again it has nothing to tell
+        of them."""
+        self.open = [number for number in self.open if number not in pieces]
+
     def _tell(self, pieces: Sequence[int]) -> None:
         mine = [number for number in pieces if number in self.open]
         if mine:

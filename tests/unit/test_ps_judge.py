@@ -25,6 +25,9 @@ class Court:
             raise LinkLost("nobody judges")
         return Link.connect(self.host.address, TOKEN, Identity(RUN, "server", 0, 0), soon(1.0))
 
+    def connect(self, rank: int) -> Link | None:
+        return None
+
     def end(self) -> None:
         host, self.host = self.host, None
         host.close(soon())
@@ -103,3 +106,48 @@ def test_nobody_waits_for_the_part_of_a_worker_that_is_gone(court):
 def test_the_sum_does_not_depend_on_who_came_first():
     told = {2: Summary([1e-16, 3.0]), 0: Summary([1.0]), 1: Summary([1e-16])}
     assert whole(told) == whole(dict(sorted(told.items())))
+
+
+class Bench(Court):
+    """Three servers that can reach each other; the first judges, and then the second."""
+
+    def __init__(self) -> None:
+        self.leader = 0
+        self.reporters = [Reporter(self, 3) for _ in range(3)]
+        self.hosts = [Host({NAME: Judge(3, r.verdicts)}, TOKEN, RUN) for r in self.reporters]
+        for host in self.hosts:
+            host.start()
+
+    def judge(self) -> Link:
+        found = self.connect(self.leader)
+        if found is None:
+            raise LinkLost("nobody judges")
+        return found
+
+    def connect(self, rank: int) -> Link | None:
+        host = self.hosts[rank]
+        return (
+            Link.connect(host.address, TOKEN, Identity(RUN, "server", 0, 0), soon(1.0))
+            if host is not None
+            else None
+        )
+
+
+def test_what_one_server_was_told_is_found_by_whoever_reports_to_the_next_judge():
+    bench = Bench()
+    threads, found = ask(bench.reporters, [[1.0], [2.0], [4.0]])
+    over(threads)
+    assert found == [Whole(7.0)] * 3
+    bench.hosts[0].close(soon())  # the judge dies; shards 1 and 2 have made the update, and report no more
+    bench.hosts[0], bench.leader = None, 1
+    successor = Reporter(bench, 3)  # of shard 0, which has not
+    bench.hosts[1].close(soon())
+    bench.hosts[1] = Host({NAME: Judge(3, successor.verdicts)}, TOKEN, RUN)  # and was not told either
+    bench.hosts[1].start()
+    threads, found = ask([successor], [[1.0]])
+    over(threads)
+    assert found == [Whole(7.0)]
+    for one in (successor, *bench.reporters):
+        one.close()
+    for host in filter(None, bench.hosts):
+        host.close(soon())
