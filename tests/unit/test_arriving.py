@@ -146,6 +146,8 @@ def layers(num: int = 4, width: int = WIDTH) -> nn.Sequential:
 
 
 def hold(trained: Trainer) -> None:
+    """The values of the next step stay on the servers; those of the last one are here."""
+    trained.sync.drain()
     for gate in trained.gates:
         gate.open.clear()
 
