@@ -36,6 +36,7 @@ OWN = {
 
 LEFT_OUT = {
     "values_written_through_data": "acts by enumerate()",
+    "parameters_read_right_after_each_step": "what it read, and an average, in variables of its own",
     "gradients_that_nobody_zeroes": "gradients that nobody zeroes live on between steps",
     "an_iterator_that_stays_open": "next() of a loop that is over",
     "an_explicit_generator_and_an_early_break": "leaves the loop by enumerate()",

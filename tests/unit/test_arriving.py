@@ -439,6 +439,7 @@ def test_a_server_that_dies_with_values_on_their_way_is_replaced_by_its_copy(mon
             trained.step()
             trained.step()
             world.until_copied()
+            trained.sync.drain()  # what is held back are the next step's
             held: list[Request] = []
             world.training[dying]._verbs["pull"] = held.append
             assert trained.step() == Met()
