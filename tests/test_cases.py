@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tests.cases import ROWS
 HERE = Path(__file__).parent
 
 
-def claimed() -> set[str]:
+@functools.cache
+def claimed() -> frozenset[str]:
     """Rows named in `pytest.mark.case("…")` of any test file, and the features."""
     found: set[str] = set()
     for path in HERE.rglob("test_*.py"):
@@ -29,7 +31,7 @@ def claimed() -> set[str]:
             isinstance(d, ast.Name) and d.id == "feature" for d in node.decorator_list
         ):
             found.add(node.name)
-    return found
+    return frozenset(found)
 
 
 @pytest.mark.parametrize("row", sorted(ROWS))
