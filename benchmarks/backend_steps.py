@@ -7,7 +7,8 @@
 Each row is one launch: every rank trains the same model over both backends, in rounds whose order is random. Ratios are gloo /
 echelon. "Met": median >= the goal and lower quartile >= 0.97 of >= 20 rounds; the goal is 1.5 for models that communicate
 much, 1.0 for the others. Tensor parallel sends activations and not gradients, so its models are others; tp-seq
-also splits the tokens between its pairs of linears (gather before, reduce-scatter behind). A round took as long as its
+also splits the tokens between its pairs of linears (gather before, reduce-scatter behind). "tensor" is PyTorch's tensor parallel over
+gloo beside `tensor=T` of a run, for the same pairs. A round took as long as its
 slowest rank. DDP keeps gradients in its buckets on both sides (gradient_as_bucket_view), the optimizer is plain SGD, and each rank has
 cores // ranks threads.
 """
@@ -32,6 +33,7 @@ MODELS = {
     "fsdp2": ("tables-25m", "wide-25m", "transformer-25m", "resnet18", "mlp-1m"),
     "tp": ("narrow", "transformer-25m", "blocks", "mlp-1m"),
     "tp-seq": ("narrow", "blocks"),
+    "tensor": ("narrow", "transformer-25m", "blocks", "mlp-1m"),
 }
 HEAVY = ("tables-25m", "wide-25m", "narrow")
 """Much to communicate for their computing: held to the goal of 1.5 under every form."""

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import echelon.torch_backend  # noqa: F401  (registers the backend)
+from echelon.parallel.tensor import form
 
 sys.path.insert(0, str(Path(__file__).parent))
 import models
@@ -89,12 +90,29 @@ def tp(model: nn.Module, group: dist.ProcessGroup, tokens_split: bool = False) -
     return parallelize_module(model, mesh_of(group), plan)
 
 
-FORMS = {"ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp-seq": partial(tp, tokens_split=True)}
+def tensor(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """The same pairs by PyTorch's own tensor parallel over gloo, and by the run's (`tensor=T`) over ours."""
+    if dist.get_backend(group) == "gloo":
+        return tp(model, group)
+    ours = group.group  # type: ignore[attr-defined]
+    layers = {path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    layers |= {"embed", "out"} & {path for path, _ in model.named_modules()}
+    form.share(
+        model,
+        ours,
+        ours,
+        lambda lost: sys.exit(str(lost)),
+        "+".join(f"{path}:whole" for path in sorted(layers)),
+    )
+    return model
 
 
-def stepper(form: str, name: str, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+FORMS = {"ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp-seq": partial(tp, tokens_split=True), "tensor": tensor}
+
+
+def stepper(kind: str, name: str, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     model, x, y = whole(name)
-    model = FORMS[form](model, group)
+    model = FORMS[kind](model, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 
     def step() -> Tensor:
@@ -121,20 +139,20 @@ def steps_a_round(step: Callable[[], Tensor]) -> int:
 
 
 def main() -> None:
-    rank, ranks, folder, form, name, rounds = (*map(int, sys.argv[1:3]), *sys.argv[3:6], int(sys.argv[6]))
+    rank, ranks, folder, kind, name, rounds = (*map(int, sys.argv[1:3]), *sys.argv[3:6], int(sys.argv[6]))
     torch.set_num_threads(max(1, cores() // ranks))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=LIMIT
     )
     groups = {side: dist.new_group(backend=side, timeout=LIMIT) for side in SIDES}
-    steps = {side: stepper(form, name, group) for side, group in groups.items()}
+    steps = {side: stepper(kind, name, group) for side, group in groups.items()}
     losses = {side: [step().item() for _ in range(4)] for side, step in steps.items()}
     alike = all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*losses.values(), strict=True))
     begun = groups["echelon"].num_begun
     steps["gloo"]()
     assert groups["echelon"].num_begun == begun, "steps over gloo went over echelon"
     steps["echelon"]()
-    assert groups["echelon"].num_begun > begun, "steps over echelon went over gloo"
+    assert kind == "tensor" or groups["echelon"].num_begun > begun, "steps over echelon went over gloo"
     count = steps_a_round(steps["gloo"])
     steps_a_round(steps["echelon"])  # as many steps so far as the other side
     mine: dict[str, list[float]] = {side: [] for side in SIDES}

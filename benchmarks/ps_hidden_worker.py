@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import echelon
 from echelon.clock import Deadline
@@ -25,7 +24,7 @@ from echelon.run import Run
 from echelon.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ps_step_worker import forever, model_for
+from ps_step_worker import model_for, training
 
 LIMIT_S = 300.0
 
@@ -73,22 +72,10 @@ def made(name: str) -> tuple[nn.Module, Any, int]:
 def stepper(first: Run, name: str, hides: bool) -> Callable[[], None]:
     strategy = Strategy(form="ps", apply="server", sync_batchnorm=False)
     run = Run(first.place, strategy, None, first.emit, world=first.world)
-    model, data, batch = made(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loader = DataLoader(data, batch_size=batch * first.world_size, shuffle=True, drop_last=True)
-    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    step = training(run, *made(name))
     (sync,) = run.machine.syncs
     assert isinstance(sync, PushSync)
     sync.arrivals.wanted = hides
-    feed = forever(loader)
-
-    def step() -> None:
-        x, y = next(feed)
-        out = model(x)
-        F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     return step
 
 

@@ -85,9 +85,13 @@ def stepper(first: Run, name: str, strategy: str, servers: int) -> Callable[[], 
     world = dataclasses.replace(first.world, servers=some(first.world.servers, servers))
     fields = {"sync_batchnorm": False, **parse(strategy)}
     run = Run(first.place, Strategy(**fields), None, first.emit, world=world)
-    model, data, batch, _ = model_for(name)
+    return training(run, *model_for(name)[:3])
+
+
+def training(run: Run, model: nn.Module, data: Any, batch: int) -> Callable[[], None]:
+    """One step of an ordinary script, with `batch` samples a worker, each time it is called."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loader = DataLoader(data, batch_size=batch * first.world_size, shuffle=True, drop_last=True)
+    loader = DataLoader(data, batch_size=batch * run.world_size, shuffle=True, drop_last=True)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     feed = forever(loader)
 

@@ -2,11 +2,13 @@
 
     python benchmarks/push_pull.py [--mib 100] [--rounds 20] [--keys 10000] [--ray PYTHON] [--tensorflow PYTHON] [--file]
 
-Both sides run all the time and take turns, round by round; in a round both workers push and pull at a time, and its time is that of
-the slower one. "large" starts and ends in ordinary memory, as RPC does; "buffers" in Client.buffer, which the server shares. The limit
-of memory is the bytes that must be read or written, at the rate that both workers reach together in a plain copy in the same round:
-with buffers 4 times the table for each worker (gradient read, values read and written, `out` written), from ordinary memory 8
-times (each end copied once as well). "small": a table for each of --keys parameters of 64 numbers, push-pulls a second of both workers together. --ray
+All sides take turns, round by round; in a round both workers push and pull at a time, and its time is that of the slower one. Who has not
+its turn is stopped (RPC's idle processes look for work without a pause and take both of two cores), all but Ray, which is idle when it is.
+Each worker ends with the new values in a tensor of its own that it may write to: "large" starts and ends in ordinary memory that was there
+before; "fresh" starts in ordinary memory and ends in the tensor that push_pull gives; "buffers" starts and ends in Client.buffer, which the
+server shares. The limit of memory is the bytes that must be read or written, at the rate that both workers reach together in a plain copy
+in the same round: with buffers 4 times the table for each worker (gradient read, values read and written, `out` written), fresh 6 times (the
+gradient copied), from ordinary memory to ordinary memory 8 times (each end copied once). "small": a table for each of --keys parameters of 64 numbers, push-pulls a second of both workers together. --ray
 names the Python of a virtual environment that has Ray and NumPy, for a side made of actors ("ray in place": answers stay in Ray's own
 shared memory, as those of "buffers" do); --tensorflow one with TensorFlow, for its ParameterServerStrategy.
 """
@@ -14,15 +16,18 @@ shared memory, as those of "buffers" do); --tensorflow one with TensorFlow, for 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import secrets
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,8 @@ import record
 
 WORKER = Path(__file__).parent / "push_pull_worker.py"
 SMALL = 64
+OURS = {"large": 8, "fresh": 6, "buffers": 4}
+"""Our ways, with the passes over a table's bytes that each needs for a worker."""
 GOAL, LIMIT_GOAL, SMALL_GOAL = 3.0, 2.0, 3000
 
 
@@ -62,10 +69,14 @@ class Process:
 
 
 class Side:
-    """Processes that act in a round together."""
+    """Processes that act in a round together, and others that they need."""
 
-    def __init__(self, workers: list[Process]) -> None:
-        self.workers = workers
+    def __init__(self, workers: list[Process], others: list[Process] | None = None) -> None:
+        self.workers, self.others = workers, others or []
+
+    def signal(self, number: signal.Signals) -> None:
+        for process in (*self.others, *self.workers):
+            process.process.send_signal(number)
 
     def seconds(self, what: str, count: int = 1) -> float:
         for worker in self.workers:
@@ -99,7 +110,7 @@ def rpc_side(told: dict[str, Any]) -> Side:
     processes = [Process("rpc", rank, told) for rank in (2, 0, 1)]
     for process in processes:
         process.hear()
-    return Side(processes[1:])
+    return Side(processes[1:], processes[:1])
 
 
 def tensorflow_side(told: dict[str, Any], python: str) -> Side:
@@ -110,16 +121,30 @@ def tensorflow_side(told: dict[str, Any], python: str) -> Side:
         server.hear()
     chief = Process("tensorflow", 0, told, python)
     chief.hear()
-    return Side([chief])
+    return Side([chief], servers)
+
+
+@contextlib.contextmanager
+def running(side: Side, name: str) -> Iterator[None]:
+    """Its turn: it goes on, and stops again. What a turn left to do (memory to give back, threads that look a last time) is part of no
+    other's."""
+    if name == "ray":  # its daemons watch each other's lives
+        yield
+        return
+    side.signal(signal.SIGCONT)
+    yield
+    side.signal(signal.SIGSTOP)
 
 
 def large(ours: Side, peers: dict[str, Side], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in ("large", "buffers", "copies", *peers)}
+    times: dict[str, list[float]] = {name: [] for name in (*OURS, "copies", *peers)}
     if "ray" in peers:
         times["ray in place"] = []
     for at in range(rounds + 2):
-        row = {name: ours.seconds(name) for name in ("large", "buffers", "copies")}
-        row |= {name: side.seconds("large") for name, side in peers.items()}
+        row = {name: ours.seconds(name) for name in (*OURS, "copies")}
+        for name, side in peers.items():
+            with running(side, name):
+                row[name] = side.seconds("large")
         if "ray" in peers:
             row["ray in place"] = peers["ray"].seconds("buffers")
         if at >= 2:  # pages are touched, states made
@@ -133,10 +158,12 @@ def small(ours: Side, peer: Side, keys: int, rounds: int) -> dict[str, list[floa
     few = min(keys, 200)
     rates: dict[str, list[float]] = {"echelon": [], "rpc": []}
     ours.seconds("small", keys)
-    peer.seconds("small", few)
+    with running(peer, "rpc"):
+        peer.seconds("small", few)
     for _ in range(rounds):
         rates["echelon"].append(2 * keys / ours.seconds("small", keys))
-        rates["rpc"].append(2 * few / peer.seconds("small", few))
+        with running(peer, "rpc"):
+            rates["rpc"].append(2 * few / peer.seconds("small", few))
     return rates
 
 
@@ -145,11 +172,11 @@ def told_of(times: dict[str, list[float]], rates: dict[str, list[float]]) -> dic
     results: dict[str, Any] = {
         f"{name} ms": 1e3 * statistics.median(seconds) for name, seconds in times.items()
     }
-    for name in times.keys() - {"large", "buffers", "copies"}:
-        for way in ("large", "buffers"):
+    for name in sorted(times.keys() - {*OURS, "copies"}):
+        for way in OURS:
             ratios = [theirs / mine for theirs, mine in zip(times[name], times[way], strict=True)]
             results[f"{name} / {way}"] = record.verdict(ratios, GOAL)
-    for way, passes in (("large", 8), ("buffers", 4)):  # a copy reads and writes: 2 passes
+    for way, passes in OURS.items():  # a copy reads and writes: 2 passes
         over = [mine / (copy * passes / 2) for mine, copy in zip(times[way], times["copies"], strict=True)]
         results[f"{way} / limit"] = {
             "median": statistics.median(over),
@@ -177,12 +204,16 @@ def measure(
         peers["ray"].workers[0].hear()
     if args.tensorflow:
         peers["tensorflow"] = tensorflow_side(told, args.tensorflow)
+    for name, side in peers.items():
+        if name != "ray":
+            side.signal(signal.SIGSTOP)
     return large(ours, peers, args.rounds), small(ours, rpc, args.keys, max(3, args.rounds // 4))
 
 
 def end_all() -> None:
     """Hangs up on all before any is waited for: RPC ends together. What does not end is killed."""
     for process in STARTED:
+        process.send_signal(signal.SIGCONT)
         if process.stdin is not None:
             process.stdin.close()
         else:

@@ -52,12 +52,17 @@ def echelon(rank: int, told: dict[str, Any]) -> None:
             ps.create(f"small {key}", torch.zeros(small), lr=LR)
         grad, out = torch.randn(numel), torch.empty(numel)
         shared_grad, shared_out = ps.buffer("large").copy_(grad), ps.buffer("large")
+        values: dict[str, torch.Tensor] = {}
         names = [f"small {key}" for key in range(keys)]
         grads, outs = [torch.randn(small) for _ in names], [torch.empty(small) for _ in names]
 
         def large(count: int) -> None:
             for _ in range(count):
                 ps.push_pull("large", grad, out).wait()
+
+        def fresh(count: int) -> None:
+            for _ in range(count):
+                values["large"] = ps.push_pull("large", grad).wait()
 
         def buffers(count: int) -> None:
             for _ in range(count):
@@ -73,7 +78,9 @@ def echelon(rank: int, told: dict[str, Any]) -> None:
             for _ in range(count):
                 ctypes.memmove(out.data_ptr(), grad.data_ptr(), grad.nbytes)
 
-        serve_rounds({"large": large, "buffers": buffers, "small": one_small, "copies": copies})
+        serve_rounds(
+            {"large": large, "fresh": fresh, "buffers": buffers, "small": one_small, "copies": copies}
+        )
 
 
 class Table:

@@ -153,7 +153,7 @@ bool Engine::pump() {
             take_in();
         }
     }
-    if (transport_->num_served() > 0) {
+    if (!failed() && transport_->num_served() > 0) {  // after a failure nothing is moved any more: whoever drives loses it all
         std::vector<std::shared_ptr<Op>> finished;
         moved |= transport_->serve(finished);
         for (auto& op : finished) finish(*op, MET);

@@ -15,7 +15,7 @@
 
 namespace echelon {
 
-constexpr size_t NUM_IN = 3, NUM_RES = 3;
+constexpr size_t NUM_IN = 3, NUM_RES = 4;
 
 // What a rank is calling, told with its first tick: the others compare it with what they call themselves.
 struct Call {

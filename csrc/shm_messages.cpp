@@ -161,18 +161,19 @@ bool Shm::pull(int from, std::vector<std::shared_ptr<Op>>& finished) {
             engine->fail({{name(from)}, "rank " + std::to_string(name(from)) + " sent something that is not a message", "broken"});
             return false;
         }
+        auto wanted = std::find_if(recvs_.begin(), recvs_.end(), [&](auto& m) { return takes(*m, from) && m->tag == frame.tag; });
+        if (wanted != recvs_.end() && (*wanted)->bytes != frame.bytes) {  // not begun: there is no place for it
+            engine->fail({{name(from)}, unfit(name(from), frame.bytes, **wanted), "mismatch"});
+            return false;
+        }
         taken += sizeof frame;
         there -= sizeof frame;
         now.open = true;
         now.tag = frame.tag;
         now.bytes = frame.bytes;
         now.done = 0;
-        auto wanted = std::find_if(recvs_.begin(), recvs_.end(), [&](auto& m) { return takes(*m, from) && m->tag == frame.tag; });
         if (wanted == recvs_.end()) {
             now.stash.resize(frame.bytes);
-        } else if ((*wanted)->bytes != frame.bytes) {
-            engine->fail({{name(from)}, unfit(name(from), frame.bytes, **wanted), "mismatch"});
-            return false;
         } else {
             now.into = *wanted;
             claim(*now.into, from);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels.h"
+#include "stream.h"
 
 namespace echelon {
 
@@ -192,44 +193,58 @@ Task Collective::direct() {
     }
 }
 
-// Chunk by chunk: copy in what the others add up, add up my share, copy out theirs. Two meetings a chunk, two chunks under way.
+// Chunk by chunk: copy in what the others add up, add up my share, copy out theirs. Two meetings a chunk, and no rank waits for what the
+// others have just begun: a chunk goes in two before it is added up, and out after the next one was. So in(c + 2) takes the place of
+// in(c - 1), which all have added up once they posted res(c - 1); res(c + 4) that of res(c), which all have copied once they posted in(c + 4).
 Task Collective::by_slices() {
+    static_assert(NUM_IN == 3 && NUM_RES == 4);
     const uint64_t per = shm.layout.chunk_bytes / element, num = std::max<uint64_t>(1, (request.count + per - 1) / per);
     const bool lands = request.kind == Kind::all_reduce || request.root == shm.rank;
     const uint32_t turn = cursor.in, res = cursor.res;
+    const auto copy_out = bytes() >= STREAM_BYTES ? stream : copy;
     std::vector<const void*> from(shm.size);
-    uint32_t in_at[NUM_IN];
+    uint32_t in_at[NUM_IN], res_at = 0;
+    auto length = [&](uint64_t c) { return std::min(per, request.count - c * per); };
     auto write = [&](uint64_t c) {
-        uint64_t n = std::min(per, request.count - c * per);
+        uint64_t n = length(c);
         Slice mine = slice(n, shm.rank, shm.size);
         copy(my_in(), x(c * per), mine.begin * element);
         copy(my_in() + mine.end * element, x(c * per + mine.end), (n - mine.end) * element);
         cursor.in++;
         in_at[c % NUM_IN] = post();
     };
-    write(0);
-    for (uint64_t c = 0; c < num; c++) {
-        uint64_t n = std::min(per, request.count - c * per);
-        co_await until(in_at[c % NUM_IN]);
-        if (c == 0) {
-            if (!agreed()) co_return;
-            if (num > 1) write(1);  // only now is everybody done with the operation before
-        }
-        Slice mine = slice(n, shm.rank, shm.size);
+    auto add_up = [&](uint64_t c) {
+        Slice mine = slice(length(c), shm.rank, shm.size);
         for (int peer = 0; peer < shm.size; peer++)
             from[peer] = peer == shm.rank ? x(c * per + mine.begin) : in(peer, turn + uint32_t(c), mine.begin * element);
         void* to[] = {shm.res(lane, shm.rank, res + uint32_t(c)) + mine.begin * element, x(c * per + mine.begin)};
         kernels().fold_to(to, lands ? 2 : 1, from.data(), shm.size, mine.end - mine.begin, request.dtype, request.op);
         cursor.res++;
-        co_await until(post());
-        if (c + 2 < num) write(c + 2);
-        for (int peer = 0; peer < shm.size && lands; peer++) {
-            if (peer == shm.rank) continue;
-            Slice theirs = slice(n, peer, shm.size);
-            copy(x(c * per + theirs.begin), shm.res(lane, peer, res + uint32_t(c)) + theirs.begin * element,
-                 (theirs.end - theirs.begin) * element);
+        return post();
+    };
+    auto take = [&](uint64_t c) {
+        for (int i = 1; i < shm.size && lands; i++) {
+            int peer = (shm.rank + i) % shm.size;  // each begins with another: not all read from one core's cache at a time
+            Slice theirs = slice(length(c), peer, shm.size);
+            copy_out(x(c * per + theirs.begin), shm.res(lane, peer, res + uint32_t(c)) + theirs.begin * element,
+                     (theirs.end - theirs.begin) * element);
         }
+    };
+    write(0);
+    for (uint64_t c = 0; c < num; c++) {
+        co_await until(in_at[c % NUM_IN]);
+        if (c == 0) {
+            if (!agreed()) co_return;
+            if (num > 1) write(1);  // only now is everybody done with the operation before
+        }
+        uint32_t added = add_up(c);
+        if (c > 0) co_await until(res_at);
+        res_at = added;
+        if (c + 2 < num) write(c + 2);
+        if (c > 0) take(c - 1);
     }
+    co_await until(res_at);
+    take(num - 1);
 }
 
 // barrier, broadcast, all_gather, gather: everybody (or the root) writes a chunk, everybody (or the root) copies it.

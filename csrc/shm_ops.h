@@ -95,6 +95,7 @@ class Collective final : public Op {
     static constexpr uint64_t FEW_SMALL_BYTES = 1 << 20;  // … among few ranks
     static constexpr int FEW_RANKS = 4;
     static constexpr uint64_t PIECE_BYTES = 262144;    // between two looks at more urgent ones
+    static constexpr uint64_t STREAM_BYTES = 8 << 20;  // what is larger is gone from the cache before it is read
 
     Engine& engine;
     Shm& shm;

@@ -5,10 +5,7 @@
 
 #include "crew.h"
 #include "kernels.h"
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "stream.h"
 
 namespace echelon {
 
@@ -47,26 +44,6 @@ Adam at(Adam o, size_t bytes) {
 }
 
 void plain(void* dst, const void* src, size_t bytes) { std::memcpy(dst, src, bytes); }
-
-// A copy that leaves the cache alone: nobody here reads it, and the processor need not read what is overwritten whole.
-void stream(void* dst, const void* src, size_t bytes) {
-#if defined(__SSE2__)
-    size_t head = -reinterpret_cast<uintptr_t>(dst) % 16;
-    if (bytes >= head + 64) {
-        std::memcpy(dst, src, head);
-        char* to = static_cast<char*>(dst) + head;
-        const char* from = static_cast<const char*>(src) + head;
-        size_t left = bytes - head;
-        for (; left >= 64; left -= 64, to += 64, from += 64)
-            for (int i = 0; i < 64; i += 16)
-                _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-        std::memcpy(to, from, left);
-        _mm_sfence();
-        return;
-    }
-#endif
-    std::memcpy(dst, src, bytes);
-}
 
 template <class Own> void spread(void (*kernel)(const Range&, const Own&), const Range& range, const Own& own, const Spread& how) {
     size_t width = size_of(range.dtype);

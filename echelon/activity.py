@@ -36,6 +36,15 @@ SERVERS = "servers"
 """The group of a wait for parameter servers, for all of them; `servers 0,2` is for these. A number means that servers answer
 once every worker has begun it (record it in `begun`, as for any group); ANYBODY that they answer whoever comes."""
 
+WORKER = "worker "
+"""The group of a wait for one worker, in a message: `worker 3 in pipeline`."""
+
+MEMBERS = " of workers "
+"""A group of some workers only has their ranks in its name: `gradients of workers 0,2`."""
+
+TORCH = "torch-"
+"""Groups of torch.distributed, which stand on ours."""
+
 FRESH_S = 1.5
 
 
@@ -199,11 +208,21 @@ def site(walked: list[Frame]) -> str:
 
 
 def _spoken(what: str, group: str, label: str) -> str:
-    if group.startswith("torch-"):  # a group of torch.distributed, which stands on ours
+    if group.startswith(TORCH):
         return f"torch.distributed.{what}"
+    if group.startswith(WORKER):
+        return f"{what} {'to' if what == 'send' else 'from'} {group}"
     if label and label != DATA:
         return f"{what} in {label}" if not label.startswith(PHASE) else what
     return f"{what} of {group}" if group and not group.startswith(SERVERS) else what
+
+
+def members(group: str) -> frozenset[int] | None:
+    """The ranks of the workers in a group, or whom a message is for; None: all of them."""
+    if group.startswith(WORKER):
+        return frozenset({int(group.split()[1])})
+    _, some, rest = group.partition(MEMBERS)
+    return frozenset(int(rank) for rank in rest.split()[0].split(",")) if some else None
 
 
 def recognised(files: list[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm.group import Lost, merge
+from echelon.errors import PeerLost
 from echelon.loop import Stepping
 from echelon.parallel import clip
 from echelon.parallel.gradsync import Applying, applying
@@ -48,19 +49,35 @@ def squares(machine: Machine, sync: Applying, params: Iterable[Tensor]) -> tuple
     return known[1]
 
 
+def clip_now(machine: Machine, params: Iterable[Tensor], max_norm: float) -> Tensor:
+    """clip_norm for a script: a peer that is lost in it is told to the step, which is then lost."""
+    params = list(params)
+    if machine.split.over(params) is None:
+        return clip_norm(machine, params, max_norm)
+    try:
+        return clip_norm(machine, params, max_norm)
+    except PeerLost as error:
+        machine.side_losses.append(Lost(error.peers, error.message))
+        return torch.tensor(math.nan)
+
+
 def clip_norm(machine: Machine, params: Iterable[Tensor], max_norm: float) -> Tensor:
     """Clips the global gradient's norm, wherever it is; gives the norm before."""
     params = list(params)
     ids = {id(p) for p in params}
     there = [t for sync in machine.syncs if sync.holds(ids) and (t := applying(sync)) is not None]
     if not there:
-        return clip.clip_norm(params, max_norm)
+        return clip.clip_norm(params, max_norm, machine.split)
     server_clips = machine.strategy.dealt or machine.strategy.update == "bounded"
     if server_clips and max_norm == machine.strategy.clip_norm:
         return torch.tensor(math.nan)  # the server clips
-    found = [squares(machine, sync, params) for sync in there] if machine.share.last else []
-    finite = all(ok for _, ok in found)
-    norm = math.sqrt(math.fsum(squares for squares, _ in found)) if finite else math.nan
+    split = machine.split
+    asked = params if split.over(params) is None else [p for p in params if split.counts(p)]
+    found = [squares(machine, sync, asked) for sync in there] if machine.share.last else []
+    finite, total = all(ok for _, ok in found), math.fsum(squares for squares, _ in found)
+    if split.over(params) is not None:
+        total, finite = clip.split_squares(total, finite, params, split)
+    norm = math.sqrt(total) if finite else math.nan
     factor = max_norm / (norm + 1e-6)
     for sync in there if not factor > 1.0 else ():
         sync.clip(params, factor)

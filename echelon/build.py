@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from echelon import coding, demands, judging
 from echelon.apart import Apart
+from echelon.comm.alone import AloneGroup
 from echelon.comm.codecs.plan import pays
 from echelon.comm.group import Group
 from echelon.comm.pick import Groups, backend_for, device_for
 from echelon.control.member import Member
 from echelon.data.deal import Cut
 from echelon.env import Place
+from echelon.mesh.axes import Mesh, laid
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
@@ -44,13 +47,33 @@ class World:
     local_rank: int
     device: torch.device
     groups: Groups
+    mesh: Mesh
+    """Who stands where."""
+    everyone: Group
+    """All ranks: first weights, and a word a step where gradients meet among fewer."""
     gradients: Group
-    """Carries first weights, and the gradients of the first model; further models have groups of their own."""
+    """Those that hold the same part of the model: carries the gradients of the first model; further models have groups of their own."""
     side: Group
-    """Carries what scripts and norms exchange during forward and backward."""
+    """Those that have the other parts of a batch: carries what scripts and norms exchange during forward and backward."""
+    model: Group
+    """Those that hold one replica of the model together: sums over all its parameters."""
+    pipe: Group
+    """Those among which micro-batches travel."""
+    tensor: Group
+    """Those that share each layer."""
     servers: Servers | None = None
     """The parameter servers of this run."""
     worker_hosts: tuple[str, ...] = ()
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of each batch is this rank's, and of how many."""
+        return self.mesh.deal(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """The first of those that hold one replica of the model: what they all do is counted once."""
+        return self.mesh.model(self.rank)[0] == self.rank
 
     def pretend(self, so: bool) -> None:
         """Nothing counts, and nobody is asked for anything: until pretend(False)."""
@@ -73,14 +96,37 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
     groups.pretend(place.incarnation > 0)  # the others are somewhere in the script: rejoin.py
-    made = World(
-        place.rank, place.world_size, place.local_rank, device, groups, groups.make(), groups.make("values")
-    )
+    made = arrange(groups, place, strategy)
     if strategy.form == "ps" and member is not None:
         num_servers = int(member.description.get("num_servers", 0))
         made.servers = Servers.of_run(member, num_servers, strategy.copies(num_servers))
         made.worker_hosts = tuple(str(seat["host"]) for seat in member.roster().values())
     return made
+
+
+def arrange(groups: Groups, place: Place, strategy: Strategy) -> World:
+    """Who stands where, and the groups of those who act together; blocks until all are there."""
+    mesh = laid(place.world_size, strategy.data, strategy.widths, strategy.tensor)
+    whole, rank, everyone = mesh.sizes[0] == mesh.size, place.rank, groups.make()
+    alone = AloneGroup(groups.device)
+
+    def among(name: str, ranks: list[int]) -> Group:
+        return alone if len(ranks) == 1 else groups.make(name, ranks)
+
+    return World(
+        rank=rank,
+        size=place.world_size,
+        local_rank=place.local_rank,
+        device=groups.device,
+        groups=groups,
+        mesh=mesh,
+        everyone=everyone,
+        gradients=everyone if whole else groups.make("gradients", mesh.replicas(rank)),
+        side=groups.make("values", mesh.alike(rank)),
+        model=among("norms", mesh.model(rank)),
+        pipe=among("pipeline", mesh.pipe(rank)),
+        tensor=among("tensor", mesh.group(rank, "tensor") if not mesh.widths else [rank]),
+    )
 
 
 def grad_sync(
@@ -124,8 +170,19 @@ def grad_sync(
     elif world.servers is not None:
         hosts = (world.worker_hosts, world.servers.hosts)
         share = servers_share(*hosts) if strategy.servers_share < 0 else Fraction(strategy.servers_share)
-        wire = SumWire(group, world.servers, world.servers.new_model(), share)
+        among = None if group.size == world.size else world.mesh.replicas(world.rank)
+        if not group.local:
+            wire = SumWire(group, world.servers, world.servers.new_model(), share, among)
     return AllReduceSync(params, group, wire=wire, **sizes)
+
+
+def construction(strategy: Strategy) -> AbstractContextManager[Any]:
+    """Around the construction of a model: recorded where a rank keeps a part of it, plain where it keeps everything anyway."""
+    if not strategy.splits_model:
+        return nullcontext()
+    from echelon.parallel.building.recorder import recorded  # brings torch's fake tensors: half a second
+
+    return recorded()
 
 
 def apart(strategy: Strategy, world: World) -> Apart | None:
@@ -160,10 +217,11 @@ def cut(strategy: Strategy, world: World) -> Cut:
     if strategy.update == "local":
         alone = Cut(accumulate=strategy.accumulate, microbatches=strategy.microbatches)
         return replace(alone, first=world.rank, every=world.size)
+    part, parts = world.part
     return Cut(
-        rank=world.rank,
-        size=world.size,
+        rank=part,
+        size=parts,
         accumulate=strategy.accumulate,
-        microbatches=strategy.microbatches,
+        microbatches=strategy.microbatches if strategy.stages == 1 else 1,  # a pipeline cuts by itself
         per_worker=strategy.batch == "per-worker",
     )

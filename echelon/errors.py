@@ -9,6 +9,7 @@
     ├── PhaseFailed          the body of a named phase failed on rank 0: a consequence as well
     ├── LoopError            ranks are no longer at the same place of the script
     ├── NotFinite            a gradient that is not finite, and the strategy refuses it
+    ├── NoRoom               training cannot fit a worker's memory: told before the kernel kills it
     ├── CheckpointError      a checkpoint that cannot be written, or is not one that can be read
     ├── WireError            a frame that is too long, torn, out of order or not ours
     ├── LinkLost             the connection to a parameter server is gone: a consequence of what ended it
@@ -76,6 +77,10 @@ class LoopError(EchelonError):
 
 
 class NotFinite(EchelonError):
+    pass
+
+
+class NoRoom(EchelonError):
     pass
 
 

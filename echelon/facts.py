@@ -39,7 +39,7 @@ def beat(machine: Machine, rank: int, epochs: int) -> Beat:
         data_s=times.data_s,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        wait_s=machine.wait_s(),
+        wait_s=machine.wait_s() + counters.times.pipe_s,
         total_s=time.perf_counter() - times.began if times.began else 0.0,
         doing="training" if counters.global_step else "starting",
         sent_bytes=sum(sync.wire.traffic.sent_bytes for sync in machine.syncs),
@@ -56,9 +56,11 @@ def lines(run: Run, feed: Feed) -> list[str]:
     size = feed.user.batch_size or getattr(feed.user.batch_sampler, "batch_size", None)
     said = [
         *_chosen(run),
-        _batch(run.strategy, run.world_size, size),
+        _batch(run.strategy, run.world.part[1], size),
         f"{_compute(run)} · {_learning_rate(run)}",
         *_wires(run),
+        *(shared.summary() for shared in run.prepared.shared.values() if not shared.alone),
+        *run.prepared.sharding.lines(),
     ]
     changes = _changes(run)
     if not changes:
@@ -134,13 +136,13 @@ def _learning_rate(run: Run) -> str:
     strategy = run.strategy
     if strategy.batch == "per-worker" and strategy.scale_lr:
         over = f" over {strategy.warmup_steps} warm-up steps" if strategy.warmup_steps else ""
-        return f"learning rate scaled × {run.world_size}{over} (batch=per-worker)"
+        return f"learning rate scaled × {run.world.part[1]}{over} (batch=per-worker)"
     return "learning rate as the script says (not scaled)"
 
 
 def _changes(run: Run) -> list[str]:
     """What makes this run differ from one process in plain torch; empty when nothing does."""
-    strategy, several = run.strategy, run.world_size > 1
+    strategy, several = run.strategy, run.world.part[1] > 1
     found = []
     if strategy.compress != "none" and several:
         found.append(f"compress={strategy.compress} sends gradients with fewer bits (docs/compression.md)")
@@ -183,7 +185,7 @@ def _local(strategy: Strategy, several: bool) -> list[str]:
 
 def tell_draws(run: Run) -> None:
     """The first step drew random numbers that no layer of the model announced."""
-    several = run.world_size > 1
+    several = run.world.part[1] > 1
     if several and run.is_main and not any(_drops(m) for model in run.models for m in model.modules()):
         why = "the first step drew random numbers (F.dropout, noise), others on each worker"
         run.emit(Facts(rank=0, lines=["not the answer of one process:", f"  {why}"]))

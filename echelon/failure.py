@@ -8,6 +8,7 @@ import traceback
 from types import TracebackType
 
 from echelon.events import Failed
+from echelon.mesh import limits, memory
 
 PEER_TEXTS = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "socket closed",
@@ -15,13 +16,20 @@ PEER_TEXTS = (
 )  # fmt: skip
 """What gloo and NCCL say when another rank went away."""
 
+MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+"""What torch says when an allocation failed."""
+
 PEER_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "torch.distributed.")
 MAX_TRACEBACK_CHARS = 20_000
 
 
-def describe(error: BaseException, *, rank: int, host: str, step: int, role: str = "worker") -> Failed:
-    """The event that tells of `error`."""
+def describe(
+    error: BaseException, *, rank: int, host: str, step: int, role: str = "worker", run: str = ""
+) -> Failed:
+    """The event that tells of `error`. One for lack of memory is told what would take less."""
     line = error_line(error)
+    if is_lack_of_memory(error):
+        error.add_note(memory.advice(None if "CUDA" in line else limits.have(run)))
     return Failed(
         rank=rank, role=role, host=host, step=step, code=exit_code(error), error=line, traceback=user_traceback(error),
         consequence=bool(getattr(error, "consequence", False)) or sounds_like_a_lost_peer(line),
@@ -73,6 +81,13 @@ def sounds_like_a_lost_peer(line: str) -> bool:
     """Whether this error line only says that a connection to another rank broke."""
     text = line.lower()
     return line.startswith(PEER_ERRORS) and any(words in text for words in PEER_TEXTS)
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, here or in torch."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_TEXTS)
 
 
 def _place(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from echelon import away, verdict
 from echelon.clock import Deadline
@@ -17,6 +18,8 @@ from echelon.events import UpdateSkipped
 from echelon.loop import Stepping
 from echelon.parallel import finite
 from echelon.parallel.allreduce import AllReduceSync
+from echelon.parallel.local import local
+from echelon.parallel.sharded.sync import ShardedSync
 from echelon.parallel.stale import StaleSync
 from echelon.verdict import Make, Refuse, Skip, Suspect, Verdict
 
@@ -36,7 +39,8 @@ def may_step(machine: Machine, optimizer: Stepping) -> bool:
     if there:
         asked = [away.squares(machine, sync, optimizer.params()) for sync in there]
         suspects = [Suspect(*told) for sync in there for told in sync.suspects]
-        found = verdict.verdict(rule, all(ok for _, ok in asked), suspects)
+        ok = everywhere(machine, optimizer, all(ok for _, ok in asked))
+        found = verdict.verdict(rule, ok, suspects)
     else:
         found = _here(machine, optimizer)
     if isinstance(found, Refuse):
@@ -50,17 +54,38 @@ def may_step(machine: Machine, optimizer: Stepping) -> bool:
 
 def _here(machine: Machine, optimizer: Stepping) -> Verdict:
     rule, held = machine.strategy.nonfinite, [p for p in optimizer.params() if p.grad is not None]
-    ok = finite.finite([p.grad for p in held if p.grad is not None])
-    if ok:
+    ok = finite.finite([local(p.grad) for p in held if p.grad is not None])
+    if everywhere(machine, optimizer, ok):
         for watch in machine.watches.values():
             watch.clear()
         return Make()
     names = {id(slot.param): slot.name for sync in _syncs(optimizer) for slot in sync.slots}
-    wrong = [held[i] for i in finite.broken(p.grad for p in held if p.grad is not None)]
+    wrong = {id(held[i]) for i in finite.broken(local(p.grad) for p in held if p.grad is not None)}
+    wrong_names = [names.get(id(p), "") for p in _wrong(machine, optimizer, wrong)]
     ranks = _whose(machine, optimizer)
     return verdict.verdict(
-        rule, False, [Suspect(rank, names.get(id(p), "")) for rank in ranks or [-1] for p in wrong]
+        rule, False, [Suspect(rank, name) for rank in ranks or [-1] for name in wrong_names]
     )
+
+
+def everywhere(machine: Machine, optimizer: Stepping, ok: bool) -> bool:
+    """Do all ranks that hold the model together find theirs finite? PeerLost when one of them is gone."""
+    params = optimizer.params()
+    if machine.split.over(params) is None:
+        return ok
+    flag = torch.tensor([float(ok)], device=local(params[0]).device)
+    return bool(machine.split.meet(flag, "min").item())
+
+
+def _wrong(machine: Machine, optimizer: Stepping, wrong: set[int]) -> list[Tensor]:
+    """The parameters whose gradients are not finite, here or on a rank that has another part."""
+    params = optimizer.params()
+    if machine.split.over(params) is not None:
+        flags = torch.tensor([float(id(p) in wrong) for p in params], device=local(params[0]).device)
+        wrong = {
+            id(p) for p, flag in zip(params, machine.split.meet(flags, "max").tolist(), strict=True) if flag
+        }
+    return [p for p in params if id(p) in wrong]
 
 
 def _whose(machine: Machine, optimizer: Stepping) -> list[int]:
@@ -71,14 +96,14 @@ def _whose(machine: Machine, optimizer: Stepping) -> list[int]:
     if machine.strategy.nonfinite != "refuse":
         return []
     mine = [machine.watches[id(sync)] for sync in optimizer.syncs if id(sync) in machine.watches]
-    flags = torch.zeros(machine.size, device=optimizer.params()[0].device)
-    flags[machine.rank] = float(any(watch.broken() for watch in mine))
+    flags = torch.zeros(group.size, device=optimizer.params()[0].device)
+    flags[group.rank] = float(any(watch.broken() for watch in mine))
     outcome = group.all_reduce(flags).wait(Deadline.after(ASK_S))
     return [int(r) for r in flags.nonzero().view(-1)] if isinstance(outcome, Met) else []
 
 
-def _syncs(optimizer: Stepping) -> list[AllReduceSync]:
-    return [sync for sync in optimizer.syncs if isinstance(sync, AllReduceSync)]
+def _syncs(optimizer: Stepping) -> list[AllReduceSync | ShardedSync]:
+    return [sync for sync in optimizer.syncs if isinstance(sync, (AllReduceSync, ShardedSync))]
 
 
 def skip(machine: Machine, optimizer: Stepping) -> None:

@@ -27,10 +27,11 @@ from echelon.control.member import Member
 from echelon.env import Place
 from echelon.errors import PREEMPTED, CheckpointError, LoopError, Preempted, UsageError
 from echelon.events import Resumed, Sink, Warned
+from echelon.placing import Source
 from echelon.prepare.trail import Mark, Trail
 from echelon.prepared import Prepared
 from echelon.strategy import Strategy
-from echelon.whole import Source, Whole, gather
+from echelon.whole import Whole, gather
 
 CLOSE_S = 600.0
 

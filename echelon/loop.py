@@ -87,6 +87,8 @@ class Times:
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
+    pipe_s: float = 0.0
+    """Waiting for other stages of a pipeline."""
     began: float = 0.0
     """When the first batch was asked for; 0 before that."""
 

@@ -10,23 +10,29 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from echelon import build, facts
+from echelon import build, facts, staging
 from echelon.apart import Apart
 from echelon.errors import StrategyError, UsageError
 from echelon.loop import Stepping
-from echelon.mesh.layout import Stateful
-from echelon.parallel import norm, rounds
+from echelon.mesh.layout import Placed, Stateful
+from echelon.parallel import needs, norm, rounds
 from echelon.parallel.average import Average
+from echelon.parallel.building import recipe
+from echelon.parallel.building.later import Later
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.finite import Watch
 from echelon.parallel.first import FirstSync
+from echelon.parallel.sharded.sync import ShardedSync
 from echelon.parallel.stale import FreeSync
+from echelon.parallel.tensor import form as tensors
+from echelon.piped import Piped
 from echelon.prepare import model as models
 from echelon.prepare.keep import Buffers, Hyper, Tensors, Tracked
 from echelon.prepare.loader import Feed, feed_of, prepare_loader
 from echelon.prepare.optimizer import PreparedOptimizer, prepared_optimizer, warmup_factor
 from echelon.prepare.scheduler import prepare_scaler, prepare_scheduler
 from echelon.prepare.trail import Trail
+from echelon.sharding import Sharding
 from echelon.step import Machine
 from echelon.strategy import Strategy
 
@@ -46,17 +52,29 @@ class Prepared:
         warn: Callable[[str], None],
         apart: Apart | None,
         mean: Callable[[float], float],
+        run_name: str = "",
     ) -> None:
         self.strategy, self.world, self.machine, self.norms = strategy, world, machine, norms
         self.apart = apart
         """Where workers are not at one place; None where they are."""
-        self.trail, self.warn, self.mean = trail, warn, mean
+        self.trail, self.warn, self.mean, self.run_name = trail, warn, mean, run_name
         self.models: list[nn.Module] = []
         self.feeds: list[Feed] = []
         self.schedulers: list[Any] = []
         self.scalers: list[Any] = []
         self.tracked: list[Stateful] = []
         self.averages: dict[int, Average] = {}
+        self.placed: dict[int, Placed] = machine.split.placed
+        """By a parameter's id: what of it is here. Filled by forms that split the model, before anything is restored."""
+        self.placed_state: dict[int, Placed] = {}
+        """By a parameter's id: what of its optimizer's state is here, where that lies otherwise than the parameter itself."""
+        self.placed_buffers: dict[str, Placed] = {}
+        """By a buffer's name in checkpoints (`model1/…` for a second model): a module may put another tensor in its stead."""
+        self.shared: dict[int, tensors.Shared] = {}
+        """By a model's id: what of it is split over the tensor axis."""
+        self.piped: dict[int, Piped] = {}
+        """Models that are pipelines, by their id."""
+        self.say: Callable[[list[str]], None] = lambda lines: None
         self.ready: Callable[[str, int], None] = lambda kind, index: None
         self.stop_wanted: Callable[[], bool] = lambda: False
         self.saves = 0
@@ -64,13 +82,20 @@ class Prepared:
         self.rounds = build.rounds(strategy, world, machine)
         """With update=local: where copies of the models meet."""
         self.strict_watch = models.Ran() if strategy.strict else None
+        self.sharding = Sharding(strategy, world, machine.split, self.placed_state)
+        """With `sharded`: what is split, and who has what of it."""
+        self.later: dict[int, Later] = {}
+        """Recorded models, by id, whose parts are made once they are cut."""
         self._owned: set[int] = set()
         self._told_uneven = False
         machine.at_snapshot.append(self.adopt_loose_parameters)
         machine.before_meeting = lambda optimizer: self.adopt_loose_parameters()
         machine.after_apply.append(self._applied)
+        if self.sharding.splits:
+            machine.after_apply.append(lambda optimizer: self.sharding.reshard())
 
     def prepare(self, objects: tuple[Any, ...], loader_options: dict[str, Any]) -> Any:
+        self._require_room(objects)
         prepared: list[Any] = [None] * len(objects)
         for kind in (
             nn.Module,
@@ -82,6 +107,20 @@ class Prepared:
                     prepared[i] = self._one(obj, loader_options)
         self.adopt_loose_parameters()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _require_room(self, objects: tuple[Any, ...]) -> None:
+        """Before the first byte is allocated for gradients or state."""
+        optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+        models = [o for o in objects if isinstance(o, nn.Module)]
+        if not optimizers and not models:
+            return
+        base = 0 if self.models else needs.base(models, self.world.device)
+        optimizers += [o.optimizer for o in self.machine.optimizers]
+        found = needs.training([*self.models, *models], optimizers, ema=bool(self.strategy.ema))
+        have = needs.room(self.world.device, self.run_name)
+        short = needs.require_room(found, self.strategy, self.world.size, have, base)
+        if short:
+            self.warn(short)
 
     def _one(self, obj: Any, loader_options: dict[str, Any]) -> Any:
         if isinstance(obj, nn.Module):
@@ -105,35 +144,101 @@ class Prepared:
     def _model(self, model: nn.Module) -> nn.Module:
         if any(model is known for known in self.models):
             return model
-        model.to(self.world.device)
-        models.equalise([*model.parameters(), *model.buffers()], self.world.gradients)
+        self.sharding.check(model, self._owned)
+        if recipe.is_recorded(model):
+            self._make(model)
+        else:
+            model.to(self.world.device)
+            models.equalise([*model.parameters(), *model.buffers()], self.world.everyone)
+        self._share(model)
         if self.strategy.sync_batchnorm and not self.strategy.alone:
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.strategy.precision]
             models.compute_in(model, dtype, self.world.device)
-        names, sparse = models.names(model), models.sparse_params(model)
+        sparse = models.sparse_params(model)
+        split = self.sharding.model(model, sparse, self._owned)
+        names = models.names(model)
         params = {id(p): p for p in model.parameters() if p.is_floating_point() or p.is_complex()}
         fresh = [(names.get(i, "?"), p, i in sparse) for i, p in params.items() if i not in self._owned]
         if self.strict_watch is not None:
             self.strict_watch.watch(model)
-        watch = models.Watch(model, self.machine)
-        sync = self._add_sync(fresh)
-        sync.on_met = watch.backward_over
-        if self.rounds is not None:
-            sync.moments = lambda: rounds.moments_of(model)
+        if self.strategy.stages > 1:
+            self._owned |= {id(p) for _, p, _ in fresh}
+            self.piped[id(model)] = Piped(
+                model, self.strategy, self.world, self.machine, staging.around(self, fresh)
+            )
+        else:
+            self._meeting(model, fresh, split)
         models.watch_zero_grad(model, self.machine)
         self.machine.keepers.append(Buffers(model))
         if self.strategy.ema:
-            average = self.averages[id(model)] = Average(model, self.strategy.ema)
+            average = self.averages[id(model)] = Average(model, self.strategy.ema, self.placed)
             self.machine.keepers.append(Tensors(average.shadow))
         self.models.append(model)
         self.ready("model", len(self.models) - 1)
         return model
 
-    def _add_sync(self, params: list[tuple[str, nn.Parameter, bool]]) -> Any:
-        group = self.world.groups.make() if self.machine.syncs else self.world.gradients
+    def _share(self, model: nn.Module) -> None:
+        """Over the tensor axis: parameters become this rank's pieces."""
+        strategy, world, user = self.strategy, self.world, models.unwrapped(model)
+        shared = tensors.share(
+            user,
+            world.tensor,
+            world.everyone,
+            self.norms.lost,
+            strategy.tensor_plan,
+            strategy.tensor_padding,
+            staged=strategy.stages > 1,
+        )
+        self.shared[id(model)] = shared
+        for key, placed in tensors.placed(shared, model.parameters(), world.mesh, world.rank).items():
+            self.placed.setdefault(key, placed)  # a part of another model may be split already
+        prefix = f"model{len(self.models)}/" if self.models else ""
+        for name, placed in tensors.placed_buffers(shared, world.mesh, world.rank).items():
+            self.placed_buffers[prefix + models.plain_name(name)] = placed
+            if strategy.stages > 1:  # whoever keeps a stage asks by the buffer itself
+                self.placed[id(user.get_buffer(name))] = placed
+
+    def _make(self, model: nn.Module) -> None:
+        """A model of run.build(): each rank makes its part, under pipeline once it is cut. With ema or tensor all of it is needed here."""
+        recipe.agree(recipe.recipe_of(model), self.world.everyone)
+        if self.strategy.stages > 1 and self.strategy.tensor == 1 and not self.strategy.ema:
+            self.later[id(model)] = Later(model, self.world.device)
+        else:
+            recipe.materialise(model)
+            model.to(self.world.device)
+
+    def make_whole(self) -> None:
+        """Models that are not made yet are, whole: for who reads or writes their tensors before the first step."""
+        for later in self.later.values():
+            later.make()
+        self.later.clear()
+
+    def _meeting(
+        self, model: nn.Module, fresh: list[tuple[str, nn.Parameter, bool]], split: ShardedSync | None
+    ) -> None:
+        """How a model's gradients meet: what is split by `split`, the rest as everywhere."""
+        watch = models.Watch(model, self.machine)
+        if split is not None:
+            fresh = [(name, p, rows) for name, p, rows in fresh if id(p) not in split.by_param]
+            self._register(split, set(split.by_param))
+        sync = self.add_sync(fresh) if fresh or split is None else split
+        self.sharding.own(fresh, sync.group, sync.wire.traffic)
+        (split or sync).on_met = watch.backward_over
+        if self.rounds is not None:
+            sync.moments = lambda: rounds.moments_of(model)
+
+    def add_sync(self, params: list[tuple[str, nn.Parameter, bool]]) -> Any:
+        group = self.world.gradients
+        if self.machine.syncs and not group.local:
+            group = self.world.groups.make(ranks=self.world.mesh.replicas(self.world.rank))
         sync = build.grad_sync(self.strategy, params, group, self.world, self.rounds)
+        self._register(sync, {id(p) for _, p, _ in params})
+        return sync
+
+    def _register(self, sync: Any, params: set[int]) -> None:
+        """The machine knows of a meeting from now on; `params` are the ids of what meets there."""
         sync.on_uneven = self._uneven
         sync.stop_wanted = lambda: self.stop_wanted()
         sync.saves = lambda: self.saves
@@ -143,14 +248,13 @@ class Prepared:
             self._one_model()
             sync.count = self._samples
             sync.on_dropped = self._dropped
-        self._owned |= {id(p) for _, p, _ in params}
+        self._owned |= params
         self.machine.syncs.append(sync)
-        if self.strategy.nonfinite == "refuse" and sync.applies_here and not group.local:
+        if self.strategy.nonfinite == "refuse" and sync.applies_here and not sync.group.local:
             self.machine.watches[id(sync)] = Watch(sync.wire)
         if isinstance(sync.wire, CodedWire):
             self.machine.keepers.append(sync.wire)
         self._link()
-        return sync
 
     def _one_model(self) -> None:
         if self.machine.syncs:
@@ -186,10 +290,15 @@ class Prepared:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if prepared_optimizer(optimizer) is None:
+            recipe.settle(optimizer)
+            for shared in self.shared.values():
+                tensors.split_state(optimizer, shared.pieces, self.warn)
+            self.sharding.optimizer(optimizer)
             prepared = PreparedOptimizer(optimizer, self.machine)
+            self.sharding.adopted(prepared)
             self.machine.keepers.append(Hyper(optimizer))
             if self.strategy.batch == "per-worker" and self.strategy.scale_lr:
-                prepared.lr_factor = warmup_factor(self.world.size, self.strategy.warmup_steps)
+                prepared.lr_factor = warmup_factor(self.world.part[1], self.strategy.warmup_steps)
             self._link()
             self.ready("optimizer", prepared.index)
         return optimizer
@@ -199,8 +308,8 @@ class Prepared:
         loose = {id(p): p for o in self.machine.optimizers for p in o.params() if id(p) not in self._owned}
         if loose:
             params = [p for p in loose.values() if isinstance(p, nn.Parameter) or p.is_leaf]
-            models.equalise(params, self.world.gradients)
-            self._add_sync([(f"parameter {i} of the optimizer", p, False) for i, p in enumerate(params)])  # type: ignore[misc]
+            models.equalise(params, self.world.everyone)
+            self.add_sync([(f"parameter {i} of the optimizer", p, False) for i, p in enumerate(params)])  # type: ignore[misc]
 
     def _scheduler(self, scheduler: Any) -> Any:
         if not any(scheduler is known for known in self.schedulers):

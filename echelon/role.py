@@ -115,11 +115,15 @@ class Ending:
         try:
             mine = self.mine
         except Exception as apart:  # never joined: there is nobody to tell but the log
-            told = failure.describe(error, rank=where.rank, host=where.host, step=0, role=where.role)
+            told = failure.describe(
+                error, rank=where.rank, host=where.host, step=0, role=where.role, run=where.run
+            )
             plain = isinstance(apart, EchelonError) and apart is error
             _complain(f"echelon: {apart}" if plain else told.traceback)
             return
-        told = failure.describe(error, rank=where.rank, host=where.host, step=_step(mine), role=where.role)
+        told = failure.describe(
+            error, rank=where.rank, host=where.host, step=_step(mine), role=where.role, run=where.run
+        )
         mine.emit(told)
         if not isinstance(error, SystemExit):
             _complain(told.traceback)

@@ -26,8 +26,8 @@ from echelon.loop import Yielding
 from echelon.parallel import arriving, backward, clip, norm
 from echelon.parallel.average import Average
 from echelon.parallel.exchange import Exchange, ReduceOp
+from echelon.parallel.word import Word
 from echelon.prepare import evaluate as evaluating
-from echelon.prepare import model as models
 from echelon.prepare import save as saving
 from echelon.prepare.firststep import FirstStep
 from echelon.prepare.keep import Randomness
@@ -58,7 +58,10 @@ class Run:
         self.name, self.run_dir = place.run, place.run_dir
         randomness.seed_everything(strategy.seed)
         self.world = world or build.world(place, strategy, member)
-        self.machine = Machine(strategy, self.rank, self.world_size, emit)
+        self.machine = Machine(strategy, self.rank, self.world.part[1], emit)
+        self.machine.leads, self.machine.split.group = self.world.leads, self.world.model
+        if self.world.gradients is not self.world.everyone:
+            self.machine.word = Word(self.world.everyone, self.device)
         self.machine.warn = self._warn
         apart = build.apart(strategy, self.world)
         side = apart.group if apart is not None else self.world.side
@@ -76,8 +79,10 @@ class Run:
             self._warn,
             apart,
             lambda x: float(self.values.reduce(x, "mean", self.device)),
+            self.name,
         )
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
+        self.prepared.say = lambda lines: emit(Facts(rank=0, lines=lines)) if self.is_main else None
         self._num_phases = 0
         own = Exchange(AloneGroup(self.device), self._side_lost) if strategy.alone else self.exchange
         self.normaliser = Normaliser(self.machine, own)
@@ -188,17 +193,17 @@ class Run:
             raise UsageError(
                 "run.step takes a batch of two: (inputs, target)", remedy="Give batch=(inputs, target)."
             ) from None
-        output = (
-            model(*inputs)
-            if isinstance(inputs, tuple)
-            else model(**inputs)
-            if isinstance(inputs, dict)
-            else model(inputs)
-        )
-        loss = loss_fn(output, target)
-        self.first_step.check_halves(loss_fn, output, target)
-        shown = self.values.global_loss(loss.detach())
-        loss.backward()
+        args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+        kwargs = inputs if isinstance(inputs, dict) else {}
+        piped = self.prepared.piped.get(id(model))
+        if piped is not None:
+            shown = self.values.global_loss(piped.step(loss_fn, args, kwargs, target))
+        else:
+            output = model(*args, **kwargs)
+            loss = loss_fn(output, target)
+            self.first_step.check_halves(loss_fn, output, target)
+            shown = self.values.global_loss(loss.detach())
+            loss.backward()
         if clip_norm is not None:
             self.clip_grad_norm(model, clip_norm)
         optimizer.step()
@@ -208,7 +213,7 @@ class Run:
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips the global gradient's norm; returns the norm before. In mid-group there is nothing to clip."""
         self.machine.finish(model.parameters())
-        return away.clip_norm(self.machine, model.parameters(), max_norm)
+        return away.clip_now(self.machine, model.parameters(), max_norm)
 
     def clip_grad_value(self, model: nn.Module, limit: float) -> None:
         self.machine.finish(model.parameters())
@@ -275,7 +280,8 @@ class Run:
         feed = feed_of(loader) or self.prepared.feed(loader, trains=False)
         stop = self.prepared.stop_wanted if self.machine.clean else lambda: False
         average = self.averages.get(id(model))
-        ratios = self.exchange.ratios(evaluating.totals(model, feed, fn, average, stop))
+        together = self.prepared.sharding.splits
+        ratios = self.exchange.ratios(evaluating.totals(model, feed, fn, average, stop, together))
         if ratios.pop(evaluating.STOP, 0.0):
             self.keeping.leave(self.trail.path[-1].body[-1])
         return ratios
@@ -289,27 +295,22 @@ class Run:
 
     @contextlib.contextmanager
     def build(self) -> Iterator[None]:
-        """Around the construction of a model. Under all-reduce every rank holds all of it, made from the run's seed."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.strategy.seed)
+        """Around the construction of a model that one worker cannot hold: recorded here, made in prepare(), where each rank keeps
+        its part. Random numbers are those of plain construction at this place of the script, inside and afterwards."""
+        with build.construction(self.strategy):
             yield
 
     def save(self, path: str | Path, model: nn.Module | None = None) -> Path:
         """A plain state dict under the user's own names (with ema: the averaged weights). All return when it is there."""
         model = model or self.prepared.only(self.prepared.models, "model")
-        average = self.averages.get(id(model))
         target = saving.target(path)
         self.keeping.pause("save")
         mark = self.trail.moment("save")
         if mark is None:
             return target
         self.machine.drain(all_here=True)
-
-        def write() -> None:
-            with average.swapped() if average else contextlib.nullcontext():
-                saving.write_once(models.state(model), target, self.exchange)
-
-        self.rejoin.call(write, mark)
+        self.prepared.make_whole()
+        self.rejoin.call(lambda: saving.save(self.prepared, model, target, self.exchange), mark)
         mark.done = True
         return target
 
@@ -374,10 +375,11 @@ class Run:
         if self.prepared.rounds is not None:
             self.prepared.rounds.gather()
 
-    def _first_batch(self, part: Part) -> None:
+    def _first_batch(self, first: Part) -> None:
         """Until here all ranks drew alike (weights, splits of the data); from now on each draws its own dropout."""
-        if self.rank and self.keeping.resumed_step is None:
-            torch.manual_seed(randomness.mix(self.strategy.seed, self.rank, "dropout"))
+        part = self.world.part[0]
+        if part and self.keeping.resumed_step is None:
+            torch.manual_seed(randomness.mix(self.strategy.seed, part, "dropout"))
         if self.is_main and isinstance(loop := self.machine.current, Loop):
             self.emit(Facts(rank=0, lines=facts.lines(self, loop.feed)))
 

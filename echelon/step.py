@@ -25,7 +25,8 @@ from echelon.errors import LinkLost, PeerLost
 from echelon.events import Sink
 from echelon.loop import Counters, Rewindable, Stepping, Yielding
 from echelon.parallel.finite import Watch
-from echelon.parallel.gradsync import GradSync, Share
+from echelon.parallel.gradsync import GradSync, Share, Split
+from echelon.parallel.word import Word
 from echelon.prepare.keep import Keeper
 from echelon.strategy import Strategy
 
@@ -35,6 +36,10 @@ class Machine:
 
     def __init__(self, strategy: Strategy, rank: int, size: int, emit: Sink) -> None:
         self.strategy, self.rank, self.size, self.emit = strategy, rank, size, emit
+        self.leads, self.split = True, Split()
+        """Samples are counted here: `size` is how many parts a batch has, and several ranks may have the same one."""
+        self.word: Word | None = None
+        """How all ranks tell each other of a step, where gradients meet among fewer."""
         self.counters = Counters()
         self.syncs: list[GradSync] = []
         self.optimizers: list[Stepping] = []
@@ -118,7 +123,7 @@ class Machine:
         self.open_loops.append(loop)
         self.begins += 1
         self.yielded[id(loop)] = part.count / part.micro.total
-        self.counters.samples += part.count
+        self.counters.samples += part.count if self.leads else 0
         self.counters.epoch = part.micro.epoch
         self.set_share(self.share_of(part))
 
@@ -265,6 +270,8 @@ class Machine:
         step = self.next_step(optimizer)
         outcome = merge([*(sync.commit(step) for sync in optimizer.syncs), *self.side_losses])
         self.side_losses = []
+        if self.word is not None:
+            outcome = self.word.step(outcome, self.syncs)
         if isinstance(outcome, Met) and not self.iteration_lost and faults.due(step, optimizer.index):
             return Lost((), faults.ON_PURPOSE)
         return outcome

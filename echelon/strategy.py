@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from echelon import coding, copying, demands
+from echelon import coding, demands
 from echelon.errors import StrategyError
 from echelon.spelling import from_text, spell, unknown
 from echelon.spelling import need as _need
 
 FORMS = ("allreduce", "ps", "sharded", "auto")
 AXES = ("data", "tensor", "pipeline")
-BUILT_FORMS = ("allreduce", "ps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,27 @@ class Strategy:
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """The order of forward and backward in a pipeline."""
 
+    wrap_mib: float = 32.0
+    """With sharded: parameters are gathered and freed by modules of about this size; smaller saves memory, larger costs less a message."""
+
+    shard_workers: int = 0
+    """With sharded: workers that share one copy of the model; every such set has one (neighbours, best of one host). 0 for all."""
+
+    offload: bool = False
+    """With sharded on GPUs: optimizer state lies in host memory."""
+
+    tensor_plan: str = ""
+    """With tensor: how modules are split where the plan should be another, as PATTERN:column, row, vocab or whole, joined by `+`."""
+
+    tensor_padding: bool = False
+    """With tensor: heads that do not divide are dealt unevenly, some workers having one more; without it they are refused."""
+
+    cut: str = ""
+    """With pipeline: names of the modules with which the second and later stages begin, joined by `+`; by default found by measurement."""
+
+    chunks: int = 2
+    """With schedule=interleaved: stages of each worker."""
+
     slices: int = 0
     """Fixed cuts of each batch whose sums are taken in order, for the same bits at any world size."""
 
@@ -165,7 +186,7 @@ class Strategy:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name))
-        for name in ("accumulate", "microbatches", "local_steps", "tensor", "keep"):
+        for name in ("accumulate", "microbatches", "local_steps", "tensor", "keep", "chunks"):
             _need(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         _need(
             0.0 <= self.ema < 1.0,
@@ -181,12 +202,34 @@ class Strategy:
         _need(self.bucket_mib > 0 and self.first_bucket_mib > 0, "a bucket must hold something")
         _need(self.stuck_s >= 0, f"stuck_s={self.stuck_s} must not be negative")
         coding.read(self.compress)
+        _need(
+            bool(re.fullmatch(r"[1-9]\d{0,3}(\+[1-9]\d{0,3})*", self.pipeline)),
+            f"pipeline={self.pipeline} is not a number of stages",
+            "pipeline=2 cuts the model in two; pipeline=3+1 gives three workers to stage 0 and one to stage 1.",
+        )
+        _need(self.data >= 0, f"data={self.data} must not be negative")
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
 
     @property
     def alone(self) -> bool:
         """Every worker takes whole batches of the script's loader by itself, and counts its own steps."""
         return self.update == "local" or self.dealt
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Workers of each stage of the pipeline, in one replica of the model."""
+        if "+" in self.pipeline:
+            return tuple(int(width) for width in self.pipeline.split("+"))
+        return (1,) * int(self.pipeline)
+
+    @property
+    def stages(self) -> int:
+        return len(self.widths)
+
+    @property
+    def splits_model(self) -> bool:
+        """No worker keeps the whole model."""
+        return (self.form == "sharded" and self.level > 1) or self.tensor > 1 or self.stages > 1
 
     @property
     def dealt(self) -> bool:
@@ -289,84 +332,9 @@ def merge(*layers: Mapping[str, Any]) -> Strategy:
     return Strategy(**{k: read_field(k, v) for k, v in fields.items()})
 
 
-def require_whole(strategy: Strategy) -> None:
-    """Raises StrategyError for fields that need one another. Only once the script's own fields are in."""
-    _need(
-        strategy.warmup_steps == 0 or strategy.batch == "per-worker",
-        "warmup_steps goes with batch=per-worker",
-        "With batch=global the learning rate is not scaled.",
-    )
-    _need(
-        strategy.form == "ps" or strategy.update == "sync",
-        f"update={strategy.update} goes with ps, not with {strategy.form}",
-        f"Start it with --servers 1 --strategy ps,update={strategy.update}, or leave it out.",
-    )
-    _need(
-        not strategy.alone or strategy.checkpoint_every == 0,
-        f"checkpoint_every={strategy.checkpoint_every} counts steps, and under update={strategy.update} every worker counts its own",
-        "Call run.checkpoint() between two epochs; a run that is stopped saves anyway.",
-    )
-    _need(
-        strategy.staleness >= 0,
-        f"staleness={strategy.staleness} is below 0",
-        "0 is sync; 4 lets a worker compute on parameters that are four updates old.",
-    )
-    _need(
-        strategy.servers_share == -1 or 0 <= strategy.servers_share <= 1,
-        f"servers_share={strategy.servers_share:g} is no share",
-        "It is between 0 (workers sum everything) and 1 (servers do), or -1 for what the hosts' links carry best.",
-    )
-    _need(
-        strategy.staleness == 0 or strategy.update == "bounded",
-        f"staleness={strategy.staleness} goes with update=bounded, not with {strategy.update}",
-        f"Write update=bounded,staleness={strategy.staleness}.",
-    )
-    _need(
-        strategy.replicas in (-1, 0, 1),
-        f"replicas={strategy.replicas}: there is one copy of what a server holds, or none",
-        "With replicas=1 a server may die at any time; two at once are one too many.",
-    )
-    _need(
-        strategy.replicas < 1 or strategy.servers_hold,
-        "replicas=1 goes with ps where servers hold something: apply=server, update=bounded or async",
-        "With apply=worker every worker has everything, and servers only sum.",
-    )
-    _need(
-        strategy.apply == "worker" or strategy.form == "ps",
-        f"apply=server goes with ps, not with {strategy.form}",
-        "Start it with --servers 1 --strategy ps,apply=server, or leave it out.",
-    )
-    _need(
-        (strategy.apply == "worker" and strategy.update == "sync") or strategy.compress == "none",
-        f"compress={strategy.compress} with apply=server, bounded, async or local: servers take gradients as they are",
-        "Use update=sync with apply=worker, where the workers code what they send, or leave compress out.",
-    )
-    for problem in copying.problems(strategy):
-        _need(False, *problem)
-    demands.dealt(strategy)
-
-
 require_servers = demands.servers
-
-
-def require_built(strategy: Strategy) -> None:
-    """Raises StrategyError for what this version does not have yet, before anything starts."""
-    missing: list[str] = []
-    if strategy.form not in BUILT_FORMS:
-        missing.append(f"the form `{strategy.form}`")
-    if strategy.tensor != 1 or strategy.pipeline != "1":
-        missing.append("the axes tensor and pipeline")
-    later = (
-        "data", "level", "schedule",
-        "slices", "parts", "spares",
-    )  # fmt: skip
-    missing += [f"`{name}`" for name in later if name in strategy.changed()]
-    missing += ["backend=threads"] if strategy.backend == "threads" else []
-    if missing:
-        raise StrategyError(
-            f"this version of Echelon does not have {' nor '.join(missing)} yet",
-            remedy="What works today: allreduce, and ps with update=sync, bounded, async and local (README, table of strategies).",
-        )
+require_whole = demands.whole
+require_built = demands.built
 
 
 def _check_type(key: str, value: Any) -> None:

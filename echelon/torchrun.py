@@ -176,7 +176,9 @@ class Adopted:
         place, deadline = self.member.place, Deadline.after(LEAVE_S)
         code = failure.exit_code(error) if error is not None else 0
         if error is not None:
-            self.member.emit(failure.describe(error, rank=place.rank, host=place.host, step=step))
+            self.member.emit(
+                failure.describe(error, rank=place.rank, host=place.host, step=step, run=place.run)
+            )
         else:
             self.member.emit(Left(rank=place.rank, step=step))
         self.member.flush(deadline)

@@ -20,13 +20,11 @@ from echelon.checkpoint.holding import Holding
 from echelon.checkpoint.load import Saved
 from echelon.data import randomness
 from echelon.errors import CheckpointError
-from echelon.mesh.layout import Key, Span
+from echelon.mesh.layout import Key, Placed
+from echelon.placing import Placing, Source
 from echelon.prepare import model as models
 from echelon.prepare.trail import Trail
 from echelon.prepared import Prepared
-
-Source = Saved | Handed
-"""A checkpoint, or what another worker handed over."""
 
 _PREFIXED = re.compile(r"(model|optimizer)\d+/")
 
@@ -36,14 +34,14 @@ class Whole:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared, self.machine, self.world = prepared, prepared.machine, prepared.world
-        self._places: dict[tuple[str, str], tuple[Key, Span]] = {}
-        """Keys and spans of the last checkpoint: the next one's are the same, and gathering it stops the script."""
+        self.placing = Placing(prepared)
 
     # -- names ---------------------------------------------------------------------------------------------------
 
     def _params(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
         """(name, its model, parameter), each parameter once."""
         seen: set[int] = set()
+        self.prepared.make_whole()
         for i, model in enumerate(self.prepared.models):
             prefix = f"model{i}/" if i else ""
             for name, param in models.unwrapped(model).named_parameters():
@@ -82,15 +80,17 @@ class Whole:
             prepared.fetch_state()
         named = [(name, param) for name, _, param in self._params()]
         names = {id(param): name for name, param in named}
-        found = [self._hold(name, "value", param) for name, param in named]
+        hold, of = self.placing.hold, self.placing.of
+        found = [h for name, param in named for h in hold(name, "value", param, of(param))]
         for model in self.prepared.models:
-            if self.prepared.seat[0] == 0 or handed:
-                buffers = self._buffers(model)
-                found += [self._hold(name, "value", buffer, settled=False) for name, buffer, _ in buffers]
+            for name, buffer, _ in self._buffers(model):
+                placed = self.placing.of_buffer(name)
+                if placed is not None or self.prepared.seat[0] == 0 or handed:
+                    found += hold(name, "value", buffer, placed, settled=False)
             average = self.prepared.averages.get(id(model))
             if average is not None:
                 pairs = zip(average.live, average.shadow, strict=True)
-                found += [self._hold(names[id(live)], "ema", shadow) for live, shadow in pairs]
+                found += [h for live, shadow in pairs for h in hold(names[id(live)], "ema", shadow, of(live))]
         own = self.prepared.strategy.update == "local"
         seen = {holding.key.name for holding in found if holding.key.slot == "value"}
         for i, prepared in enumerate(self.machine.optimizers):
@@ -98,10 +98,10 @@ class Whole:
             for group, mine in zip(optimizer.param_groups, self._optimizer_names(i, names), strict=True):
                 for name, param in zip(mine, group["params"], strict=True):
                     if name not in seen:  # a parameter of no prepared model
-                        found.append(self._hold(name, "value", param))
+                        found += hold(name, "value", param, of(param))
                     for slot, value in optimizer.state.get(param, {}).items():
                         if isinstance(value, Tensor) and not (own and self.world.rank):
-                            found.append(self._hold(name, f"optimizer{i}.{slot}", value, own=own))
+                            found += self.placing.hold_state(name, f"optimizer{i}.{slot}", value, param, own)
         if self.prepared.strategy.compress != "none":
             found += owed.holdings(self.machine.syncs, self._trained())
         return found
@@ -116,15 +116,6 @@ class Whole:
                 known = {id(p): name for name, p in zip(mine, group["params"], strict=True)} | known
         return known
 
-    def _hold(self, name: str, slot: str, tensor: Tensor, settled: bool = True, own: bool = False) -> Holding:
-        place = self._places.get((name, slot))
-        shape = tuple(tensor.shape)
-        if place is None or place[1].shape != shape:
-            place = self._places[name, slot] = (Key(name, slot), Span.whole(shape))
-        tensor = tensor.detach() if tensor.requires_grad else tensor
-        everybody = tuple(range(self.prepared.seat[1]))
-        return Holding(place[0], tensor, place[1], everybody if settled and not own else (0,), settled)
-
     def objects(self, handed: bool = False) -> dict[str, Any]:
         """Everything else, as plain data."""
         for prepared in self.machine.optimizers if not handed else ():
@@ -134,7 +125,8 @@ class Whole:
         strategy = self.prepared.strategy
         if (not strategy.sync_batchnorm or strategy.update == "local") and self.prepared.seat[0]:
             for model in self.prepared.models:
-                own_buffers |= {name: buffer.detach() for name, buffer, _ in self._buffers(model)}
+                here = [(name, x) for name, x, _ in self._buffers(model) if not self._absent(name)]
+                own_buffers |= {name: buffer.detach() for name, buffer in here}
         return {
             "optimizers": [self._optimizer_objects(i, names) for i in range(len(self.machine.optimizers))],
             "schedulers": [scheduler.state_dict() for scheduler in self.prepared.schedulers],
@@ -146,7 +138,15 @@ class Whole:
             "buffers": own_buffers,
             "random": randomness.packed(randomness.capture(self.world.device.type == "cuda")),
             "step": self.machine.counters.global_step,
+            "mesh": self._mesh(),
         }
+
+    def _mesh(self) -> list[list[int]]:
+        mesh = self.world.mesh
+        return [list(mesh.sizes), list(mesh.widths)]
+
+    def _absent(self, name: str) -> bool:
+        return self.placing.empty(self.placing.of_buffer(name))
 
     def _optimizer_objects(self, index: int, known: dict[int, str]) -> dict[str, Any]:
         optimizer = self.machine.optimizers[index].optimizer
@@ -165,6 +165,10 @@ class Whole:
             "state": state,
             "slots": slots,
             "own": self._own(index, names),
+            "partial": any(self.placing.empty(self.placing.of_state(p)) for p in optimizer.state)
+            or any(
+                self.placing.empty(self.placing.of(p)) for g in optimizer.param_groups for p in g["params"]
+            ),
         }
 
     def _own(self, index: int, names: list[list[str]]) -> dict[str, dict[str, Tensor]]:
@@ -239,20 +243,23 @@ class Whole:
         for name, owner, param in self._params():
             if owner is model:
                 wanted.add(name)
-                self._read(saved, here, Key(name), param)
+                placed = self.placing.of(param)
+                self._read(saved, here, Key(name), param, placed)
                 if id(param) in shadows and Key(name, "ema") in here:
-                    saved.read(Key(name, "ema"), shadows[id(param)])
+                    self.placing.read(saved, Key(name, "ema"), shadows[id(param)], placed)
         for name, buffer, kept in self._buffers(model):
             wanted.add(name)
+            if self._absent(name):
+                continue
             if kept or (Key(name) in here and saved.shape(Key(name)) == tuple(buffer.shape)):
-                self._read(saved, here, Key(name), buffer)
+                self._read(saved, here, Key(name), buffer, self.placing.of_buffer(name))
             if name in objects["buffers"] and saved.world_size == self.world.size:
                 buffer.copy_(objects["buffers"][name])
         self._refuse_more(here, wanted, index)
         if objects["extra"][index]:
             models.unwrapped(model).load_state_dict(objects["extra"][index], strict=False)
 
-    def _read(self, saved: Source, here: set[Key], key: Key, out: Tensor) -> None:
+    def _read(self, saved: Source, here: set[Key], key: Key, out: Tensor, placed: Placed | None) -> None:
         if key not in here:
             near = difflib.get_close_matches(key.name, [k.name for k in here if k.slot == key.slot], n=1)
             raise CheckpointError(
@@ -260,8 +267,7 @@ class Whole:
                 remedy=(f"The nearest it has is `{near[0]}`. " if near else "")
                 + "Resume with the model that was saved; for another one load a run.save file by hand.",
             )
-        with torch.no_grad():
-            saved.read(key, out.detach())
+        self.placing.read(saved, key, out, placed)
 
     def _refuse_more(self, here: set[Key], wanted: set[str], index: int) -> None:
         """Weights that would be lost without a word."""
@@ -294,6 +300,7 @@ class Whole:
                 f"optimizer {index} {_difference(names, record['names'])}",
                 remedy="Prepare the same optimizer over the same parameters as in the run that is resumed.",
             )
+        known = self._everybodys(saved, record, index)
         slots: dict[str, list[Key]] = {}
         here = set(saved.keys())
         for key in sorted(here, key=str):
@@ -302,15 +309,17 @@ class Whole:
         for group, mine, kept in zip(optimizer.param_groups, names, record["groups"], strict=True):
             for name, param in zip(mine, group["params"], strict=True):
                 if name.startswith("optimizer"):
-                    self._read(saved, here, Key(name), param)
-                state = dict(record["state"].get(name, {}))
-                for key in slots.get(name, ()):
+                    self._read(saved, here, Key(name), param, self.placing.of(param))
+                absent = self.placing.empty(self.placing.of_state(param))
+                state = {} if absent else dict(known["state"].get(name, {}))
+                for key in slots.get(name, ()) if not absent else ():
                     slot = key.slot.partition(".")[2]
-                    state[slot] = _slot(saved, key, param, group, optimizer.state.get(param, {}).get(slot))
+                    there = optimizer.state.get(param, {}).get(slot)
+                    state[slot] = self.placing.read_state(saved, key, param, group, there)
                 if saved.world_size == self.world.size:
                     state |= {slot: x.clone() for slot, x in record.get("own", {}).get(name, {}).items()}
                 if state:
-                    order = {slot: at for at, slot in enumerate(record["slots"])}
+                    order = {slot: at for at, slot in enumerate(known["slots"])}
                     optimizer.state[param] = dict(sorted(state.items(), key=lambda item: order[item[0]]))
                 elif param in optimizer.state:
                     del optimizer.state[param]
@@ -320,13 +329,27 @@ class Whole:
                 else:
                     group[key_] = value
 
+    def _everybodys(self, saved: Source, record: dict[str, Any], index: int) -> dict[str, Any]:
+        """What is no tensor in an optimizer's state, of all parameters: where ranks had only some of them, each knows a part."""
+        state, slots = dict(record["state"]), dict.fromkeys(record["slots"])
+        for rank in saved.ranks() if record.get("partial") else ():
+            theirs = saved.objects(rank)["optimizers"]
+            if index < len(theirs):
+                state = theirs[index]["state"] | state
+                slots |= dict.fromkeys(theirs[index]["slots"])
+        return {"state": state, "slots": list(slots)}
+
     def _restore_random(self, saved: Source, objects: dict[str, Any]) -> None:
         """Each rank's own; a rank that was not there takes another's, and numbers of its own for dropout."""
         cuda = self.world.device.type == "cuda"
         state = randomness.unpacked(objects["random"])
         randomness.restore(state if cuda else randomness.without_cuda(state))
-        if self.world.rank >= saved.world_size or isinstance(saved, Handed):
-            seed = self.prepared.strategy.seed
+        seed, mine = self.prepared.strategy.seed, self._mesh()
+        theirs = objects.get("mesh", [[saved.world_size, 1, 1], []])
+        if theirs != mine and (theirs[0][0] != saved.world_size or mine[0][0] != self.world.size):
+            # cut otherwise: whoever shares a part of the batch must draw alike
+            torch.manual_seed(randomness.mix(seed, self.world.part[0], saved.step, "dropout"))
+        elif self.world.rank >= saved.world_size or isinstance(saved, Handed):
             torch.manual_seed(randomness.mix(seed, self.world.rank, saved.step, "dropout"))
 
 
@@ -340,21 +363,6 @@ def gather(prepared: Prepared, whole: Whole, trail: Trail) -> tuple[dict[str, An
         prepared.machine.all_saved()
         if prepared.seat == seat:
             return objects, holdings
-
-
-def _slot(saved: Source, key: Key, param: Tensor, group: dict[str, Any], there: Any) -> Tensor:
-    """A tensor of an optimizer's state, in its old memory if there is any."""
-    shape, dtype = saved.shape(key), saved.dtype(key)
-    on_cpu = key.slot.endswith(".step") and not (group.get("capturable") or group.get("fused"))
-    if isinstance(there, Tensor) and there.shape == shape and there.dtype == dtype:
-        out = there
-    elif shape == tuple(param.shape):
-        out = torch.empty_like(param, dtype=dtype)
-    else:
-        out = torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else param.device)
-    with torch.no_grad():
-        saved.read(key, out.detach())
-    return out
 
 
 def _extra_state(model: nn.Module) -> dict[str, Any]:

@@ -44,7 +44,7 @@ ROWS = {
     # checkpoints
     "checkpoint files are safetensors and JSON", "damaged checkpoints are named", "a pickle is refused",
     "a full disk keeps the old checkpoint", "a full disk under the run's folder", "checkpoint memory: a share + 10 %",
-    "kill -9 around checkpoints", "kill -9 at 200 moments around checkpoints", "checkpoints on a real S3 server", "saved at 4, read at 1, 2, 3, 6, 8", "one rank's failure fails a checkpoint everywhere",
+    "kill -9 around checkpoints", "kill -9 at 200 moments around checkpoints", "checkpoints on a real S3 server", "saved at 4, read at 1, 2, 3, 6, 8", "saved in pieces, read in any others", "a checkpoint of any form loads under any other", "run.save without the model in one memory", "a norm over pieces is the norm", "one rank's failure fails a checkpoint everywhere",
     # stuck and desynchronised
     "stuck: the decision", "stuck: data", "stuck: stopped", "stuck: holds the GIL", "stuck: asleep", "stuck: busy",
     "stuck: different collectives", "stuck: absent", "stuck: no alarm in a phase", "stuck: goes on", "stuck: waits",
@@ -100,4 +100,31 @@ ROWS = {
     "again: the decision", "again: groups that change", "again: the state is handed over", "again: no bit is changed",
     "again: killed on its way back", "again: an exception ends the run", "again: killed before the first batch",
     "again: nobody left", "again: evaluate and save", "again: on another host", "again: a storm",
+    # layers shared by workers
+    "tensor: the plan", "tensor: overrides", "tensor: refusals", "tensor: layers", "tensor: proofs", "tensor: a weight used elsewhere",
+    "tensor: clipping", "tensor: equality", "tensor: a lost step changes no bit", "tensor: run.step", "tensor: memory",
+    "tensor: saved whole",
+    # sharded
+    "sharded: equality matrix", "sharded: loops", "sharded: a lost step changes no bit", "sharded: memory", "sharded: bytes a step, predicted", "sharded: no pickle",
+    "sharded: which modules are units", "sharded: who owns what", "sharded: where rows lie", "sharded: level 1",
+    "sharded: level 1 beside a pipeline",
+    "sharded: saved under one form, loaded under another", "sharded: a killed worker", "sharded: what is refused says why",
+    # models that do not fit one worker
+    "pipeline: stages are the whole model", "pipeline: changing lengths", "pipeline: control flow over numbers is refused",
+    "pipeline: the cut", "pipeline: random forwards at every cut", "pipeline: layers are measured",
+    # models that one worker cannot hold
+    "run.build: start weights bit-equal", "run.build: nothing is allocated",
+    "too large: plain data parallel names the shortfall and what would fit", "too large: what is needed and what fits",
+    "too large: an allocation that fails is told what takes less",
+    "tensor: with a pipeline",
+    # pipelines: lists of actions, and going through them
+    "pipeline: schedules are whole and cannot deadlock", "pipeline: the bubble, predicted",
+    "pipeline: micro-batches dealt to unequal workers", "pipeline: every schedule equals one process",
+    "pipeline: values that skip stages", "pipeline: over shared memory", "pipeline: a lost peer unwinds",
+    "pipeline: a message that is not due is an error with both sides",
+    "pipeline: trained, evaluated, saved and resumed as anywhere", "equality of pipelines", "equality of pipelines with parameter servers", "lost steps of pipelines", "pipeline: a plain loop is told what to write",
+    # models that one worker cannot hold
+
+    # models that do not fit one worker
+
 }  # fmt: skip

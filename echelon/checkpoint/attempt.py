@@ -97,9 +97,9 @@ class Attempt:
         self.write_s = time.monotonic() - began
         pieces = []
         for slot in self.snapshot.slots:
-            span, held = slot.part.span, slot.part.holding
-            pieces.append([held.key.name, held.key.slot, kinds.name_of(held.tensor.dtype), list(span.shape),
-                           shard, slot.entry, span.start, span.stop, slot.crc32])  # fmt: skip
+            run, held = slot.part.run, slot.part.holding
+            pieces.append([held.key.name, held.key.slot, kinds.name_of(held.tensor.dtype), list(held.span.shape), shard,
+                           slot.entry, run.start, run.start + run.length, slot.crc32, run.period, run.count])  # fmt: skip
         return {"host": socket.gethostname(), "path": f"{self.store.url}/{self.folder}", "files": self._files,
                 "pieces": pieces, "objects": objects, "copy_s": self.copy_s, "write_s": self.write_s,
                 "stall_s": self.stall_s}  # fmt: skip

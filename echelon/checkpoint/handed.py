@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint import kinds, objects
-from echelon.checkpoint.holding import Holding
+from echelon.checkpoint.holding import Holding, check_inside
 from echelon.errors import CheckpointError
-from echelon.mesh.layout import Key, Span
+from echelon.mesh.layout import Key, Placed, Span
 
 LENGTH_BYTES = 8
 ALIGN = 16
@@ -30,6 +30,11 @@ def packed(step: int, world_size: int, holdings: Sequence[Holding], tree: Any) -
     pieces: list[Tensor] = []
     at = 0
     named = [(holding.key.name, holding.key.slot, holding.tensor) for holding in holdings]
+    for holding in holdings:
+        if isinstance(holding.span, Placed) and holding.span.numel != math.prod(holding.span.shape):
+            raise CheckpointError(
+                f"only a part of {holding.key.name} ({holding.key.slot}) is here to be handed over"
+            )
     for name, slot, tensor in [*named, *((str(i), None, x) for i, x in enumerate(loose))]:
         kinds.file_name(tensor.dtype, f"{name} ({slot})")
         bits = kinds.bits(tensor.cpu()).contiguous().view(-1).view(torch.uint8)
@@ -91,17 +96,23 @@ class Handed:
     def dtype(self, key: Key) -> torch.dtype:
         return self._tensors[key].dtype
 
-    def read(self, key: Key, out: Tensor, span: Span | None = None) -> None:
+    def read(self, key: Key, out: Tensor, span: Span | Placed | None = None) -> None:
         """Fills `out` with the elements of `span`, or with the whole tensor."""
         held = self._tensors[key]
         if span is not None:
-            held = held.reshape(-1)[span.start : span.stop]
+            check_inside(f"{key.name} ({key.slot})", out.numel(), span, "cannot take")
+            flat = held.reshape(-1)
+            rows = [((r.count, r.length), (r.period, 1), flat.storage_offset() + r.start) for r in span.runs]
+            held = torch.cat([flat.as_strided(*row).reshape(-1) for row in rows] or [flat[:0]])
         if held.numel() != out.numel() or held.dtype != out.dtype:
             raise CheckpointError(
                 f"{key.name} ({key.slot}) is {held.numel()} of {held.dtype} on another worker, and {out.numel()} of {out.dtype} here",
                 remedy="All workers build the same model, one that is started again too.",
             )
         out.copy_(held.view(out.shape))
+
+    def ranks(self) -> list[int]:
+        return [0]
 
     def objects(self, rank: int) -> Any:
         """The tree; every rank gets that of the worker that handed it over."""

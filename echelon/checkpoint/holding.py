@@ -11,7 +11,8 @@ from torch import Tensor
 
 from echelon.checkpoint import kinds
 from echelon.errors import CheckpointError
-from echelon.mesh.layout import Key, Span
+from echelon.mesh.layout import Key, Placed, Runs, Span
+from echelon.mesh.runs import cut
 
 CUT_BYTES = 1 << 20
 """Tensors below this are never cut: a piece more costs more than the balance gains."""
@@ -19,12 +20,13 @@ CUT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A tensor of this rank's state: `span` of the global tensor under `key`, held alike by the ranks in `copies`."""
+    """A tensor of this rank's state: `span` of the global tensor under `key` (or what of it is `Placed` here), held alike by the ranks in
+    `copies`."""
 
     key: Key
     tensor: Tensor
     """On any device, contiguous or not: exactly the elements of the span, in flattened order."""
-    span: Span
+    span: Span | Placed
     copies: tuple[int, ...]
     """All ranks that hold the very same span, this one included: the writing of it is dealt over them."""
     settled: bool = True
@@ -39,23 +41,19 @@ class Holding:
                 f"{what} is a {self.tensor.layout} tensor on {self.tensor.device}: it has no plain bytes to save",
                 remedy="Save it densely: tensor.to_dense().",
             )
-        inside = 0 <= self.span.start <= self.span.stop <= math.prod(self.span.shape)
-        if not inside or self.tensor.numel() != self.span.numel:
-            raise CheckpointError(
-                f"{what}: {self.tensor.numel()} elements are held as [{self.span.start}, {self.span.stop}) "
-                f"of shape {tuple(self.span.shape)}"
-            )
+        check_inside(what, self.tensor.numel(), self.span, "are held as")
         if rank not in self.copies:
             raise CheckpointError(f"{what} is held by rank {rank}, but its copies are {self.copies}")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, stop) of a holding's own tensor, to be written by this rank."""
+    """Elements [start, stop) of a holding's own tensor, to be written by this rank; `run` is their place in the global tensor."""
 
     holding: Holding
     start: int
     stop: int
+    run: Runs
 
     @property
     def num_bytes(self) -> int:
@@ -64,13 +62,12 @@ class Part:
     @property
     def whole(self) -> bool:
         """Is this the whole global tensor?"""
-        return (self.span.start, self.span.stop) == (0, math.prod(self.span.shape))
+        return self.run == Runs(0, math.prod(self.shape))
 
     @property
-    def span(self) -> Span:
-        """The part's place in the global tensor."""
-        base = self.holding.span
-        return Span(base.shape, base.start + self.start, base.start + self.stop)
+    def shape(self) -> tuple[int, ...]:
+        """Of the global tensor."""
+        return self.holding.span.shape
 
 
 def share(holdings: Sequence[Holding], rank: int) -> list[Part]:
@@ -80,11 +77,37 @@ def share(holdings: Sequence[Holding], rank: int) -> list[Part]:
         sets.setdefault(tuple(sorted(set(holding.copies))), []).append(holding)
     parts = []
     for copies, held in sorted(sets.items()):
-        held = sorted(held, key=lambda h: (h.key.name, h.key.slot, h.span.start))
+        held = sorted(
+            held, key=lambda h: (h.key.name, h.key.slot, h.span.runs[0].start if h.span.runs else 0)
+        )
         sizes = [(h.tensor.numel(), h.tensor.dtype.itemsize) for h in held]
         mine = deal(sizes, len(copies))[copies.index(rank)]
-        parts += [Part(held[index], start, stop) for index, start, stop in mine]
+        for index, start, stop in mine:
+            pieces = cut(held[index].span.runs, start, stop)
+            parts += [Part(held[index], at, at + run.numel, run) for at, run in pieces]
     return parts
+
+
+def check_inside(what: str, numel: int, span: Span | Placed, verb: str) -> None:
+    """Raises CheckpointError unless `numel` elements are what `span` says, and all of it is in the tensor."""
+    whole = math.prod(span.shape)
+    fits = all(
+        run.start >= 0 and run.length >= 0 and run.count >= 1 and (run.count == 1 or run.length <= run.period)
+        and run.start + (run.count - 1) * run.period + run.length <= whole
+        for run in span.runs
+    )  # fmt: skip
+    if not fits or span.numel != numel:
+        raise CheckpointError(
+            f"{what}: {numel} elements {verb} {_spelled(span)} of shape {tuple(span.shape)}"
+        )
+
+
+def _spelled(span: Span | Placed) -> str:
+    if isinstance(span, Span):
+        return f"[{span.start}, {span.stop})"
+    return (
+        ", ".join(f"{r.count} × {r.length} from {r.start}, every {r.period}" for r in span.runs) or "nothing"
+    )
 
 
 def deal(sizes: Sequence[tuple[int, int]], ways: int) -> list[list[tuple[int, int, int]]]:

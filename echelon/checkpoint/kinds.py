@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from echelon.errors import CheckpointError
+from echelon.mesh.runs import Patch
 
 FILE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -105,6 +106,24 @@ def windows(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor
         yield first * row, tensor[first:last]
     if last * row < stop:
         yield from _shifted(tensor[last], 0, stop - last * row, last * row)
+
+
+def lay(target: Tensor, source: Tensor, patches: Sequence[Patch], times: int = 1) -> None:
+    """Copies from `source` (flat) into `target`, both as bits; the patches' own places are the source's. Each element is `times` numbers."""
+    for patch in patches:
+        count, length = patch.count, patch.length * times
+        at, step = patch.at * times, patch.step * times
+        to, to_step = patch.other_at * times, patch.other_step * times
+        if count > 1 and target.is_contiguous():
+            size = (count, length)
+            rows = source.as_strided(size, (step, 1), source.storage_offset() + at)
+            target.as_strided(size, (to_step, 1), target.storage_offset() + to).copy_(rows)
+            continue
+        for row in range(count):
+            begin = to + row * to_step
+            for where, view in windows(target, begin, begin + length):
+                low = at + row * step + where - begin
+                view.copy_(source[low : low + view.numel()].view(view.shape))
 
 
 def _shifted(tensor: Tensor, start: int, stop: int, by: int) -> Iterator[tuple[int, Tensor]]:

@@ -1,11 +1,9 @@
-"""Reading checkpoints: which one is the latest, and any span of any tensor from whatever pieces it was saved in."""
+"""Reading checkpoints: which one is the latest, and any part of any tensor from whatever pieces it was saved in."""
 
 from __future__ import annotations
 
 import difflib
-import math
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,12 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint import kinds, manifest, objects, prune, tensorfile
+from echelon.checkpoint.holding import check_inside
 from echelon.checkpoint.manifest import BLOCK_BYTES, Manifest, Piece, Tensors
 from echelon.checkpoint.store import Store, open_store
 from echelon.errors import CheckpointError
-from echelon.mesh.layout import Key, Span
+from echelon.mesh.layout import Key, Placed, Runs, Span
+from echelon.mesh.runs import Patch, cut, overlaps
 
 OLDER = "Resume from an older checkpoint of the same folder, or take this file from a copy."
 
@@ -44,28 +44,29 @@ class Saved:
     def dtype(self, key: Key) -> torch.dtype:
         return self._tensor(key).dtype
 
-    def read(self, key: Key, out: Tensor, span: Span | None = None) -> None:
-        """Fills `out` (any device, contiguous or not) with the elements of `span`, or with the whole tensor.
+    def read(self, key: Key, out: Tensor, span: Span | Placed | None = None) -> None:
+        """Fills `out` (any device, contiguous or not) with the elements of `span` in its order, or with the whole tensor.
 
         CheckpointError that names the tensor when type or shape differ, or what was read is damaged: then the content of
         `out` is undefined.
         """
         saved = self._tensor(key)
         self._check_fits(saved, out, span)
-        span = span or Span.whole(saved.shape)
+        wanted = (span or Span.whole(saved.shape)).runs
         target = kinds.bits(out)
         times = 2 if saved.dtype.is_complex else 1
         for piece in saved.pieces:
-            first, last = max(piece.start, span.start), min(piece.stop, span.stop)
-            if first >= last:
-                continue
-            at = (first - span.start) * times
-            for block in self._blocks(saved, piece, first - piece.start, last - piece.start):
-                source = torch.frombuffer(block, dtype=target.dtype)
-                for where, view in kinds.windows(target, at, at + source.numel()):
-                    part = source[where - at : where - at + view.numel()]
-                    view.copy_(part.view(view.shape))
-                at += source.numel()
+            for number in range(len(piece.crc32)):
+                patches = _patches(
+                    piece.run, number * BLOCK_BYTES // saved.dtype.itemsize, saved.dtype.itemsize, wanted
+                )
+                if patches:
+                    block = self._block(saved, piece, number)
+                    kinds.lay(target, torch.frombuffer(block, dtype=target.dtype), patches, times)
+
+    def ranks(self) -> list[int]:
+        """Those whose objects are here; all others had rank 0's."""
+        return sorted(self._manifest.objects)
 
     def objects(self, rank: int) -> Any:
         """The tree that `rank` saved; rank 0's for ranks that had the same, or were not there."""
@@ -107,7 +108,7 @@ class Saved:
                 remedy="It is a checkpoint of another model, or the model was changed since.",
             ) from None
 
-    def _check_fits(self, saved: Tensors, out: Tensor, span: Span | None) -> None:
+    def _check_fits(self, saved: Tensors, out: Tensor, span: Span | Placed | None) -> None:
         what = f"{saved.key.name} ({saved.key.slot})"
         here = tuple(out.shape) if span is None else tuple(span.shape)
         if here != saved.shape:
@@ -120,16 +121,14 @@ class Saved:
                 f"{what} is {kinds.name_of(saved.dtype)} in {self.path}, and {kinds.name_of(out.dtype)} here",
                 remedy="Build the model in the type it was saved in, and convert it afterwards.",
             )
-        if span is not None and (
-            out.numel() != span.numel or not 0 <= span.start <= span.stop <= math.prod(span.shape)
-        ):
-            raise CheckpointError(f"{what}: {out.numel()} elements cannot take [{span.start}, {span.stop})")
+        if span is not None:
+            check_inside(what, out.numel(), span, "cannot take")
 
-    def _blocks(self, saved: Tensors, piece: Piece, first: int, last: int) -> Iterator[bytearray]:
-        """The bytes of elements [first, last) of a piece, checked, block by block."""
+    def _block(self, saved: Tensors, piece: Piece, number: int) -> bytearray:
+        """A block of a piece, checked."""
         what = f"{self.path}/{piece.file}"
         entry = self._header(piece.file).get(piece.entry)
-        num_bytes = (piece.stop - piece.start) * saved.dtype.itemsize
+        num_bytes = piece.run.numel * saved.dtype.itemsize
         if (
             entry is None
             or entry.stop - entry.start != num_bytes
@@ -138,17 +137,11 @@ class Saved:
             raise tensorfile.damaged(
                 what, f"it does not hold {saved.key.name} ({saved.key.slot}) as the manifest says"
             )
-        begin, end = first * saved.dtype.itemsize, last * saved.dtype.itemsize
-        for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, num_bytes)
-            raw = self._read(piece.file, entry.start + start, entry.start + stop)
-            if len(raw) != stop - start or zlib.crc32(raw) != piece.crc32[number]:
-                raise tensorfile.damaged(
-                    what, f"the checksum of {saved.key.name} ({saved.key.slot}) is wrong"
-                )
-            low, high = max(begin, start) - start, min(end, stop) - start
-            held = raw if isinstance(raw, bytearray) else bytearray(raw)
-            yield held if (low, high) == (0, len(held)) else held[low:high]
+        start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, num_bytes)
+        raw = self._read(piece.file, entry.start + start, entry.start + stop)
+        if len(raw) != stop - start or zlib.crc32(raw) != piece.crc32[number]:
+            raise tensorfile.damaged(what, f"the checksum of {saved.key.name} ({saved.key.slot}) is wrong")
+        return raw if isinstance(raw, bytearray) else bytearray(raw)
 
     def _header(self, file: str) -> dict[str, tensorfile.Entry]:
         found = self._headers.get(file)
@@ -165,6 +158,20 @@ class Saved:
             return self._store.read(_join(self._folder, file), start, stop)
         except FileNotFoundError:
             raise CheckpointError(f"{self.path}/{file} is gone", remedy=OLDER) from None
+
+
+def _patches(saved: Runs, start: int, itemsize: int, wanted: tuple[Runs, ...]) -> list[Patch]:
+    """What a block that begins at element `start` of a saved piece has of what is wanted: places in the block, and in what is wanted."""
+    stop = min(start + BLOCK_BYTES // itemsize, saved.numel)
+    found, base = [], 0
+    for mine in wanted:
+        for at, part in cut((saved,), start, stop):
+            for p in overlaps(part, mine):
+                found.append(
+                    Patch(p.at + at - start, p.step, p.other_at + base, p.other_step, p.length, p.count)
+                )
+        base += mine.numel
+    return found
 
 
 class Unusable(CheckpointError):

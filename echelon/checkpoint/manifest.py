@@ -17,9 +17,13 @@ import torch
 
 from echelon.checkpoint import kinds
 from echelon.errors import CheckpointError
-from echelon.mesh.layout import Key
+from echelon.mesh.layout import Key, Runs
+from echelon.mesh.runs import uncovered
 
-FORMAT = 1
+FORMAT = 2
+PLAIN = 1
+"""The format of a checkpoint all of whose pieces are stretches: written where it suffices, so that older versions read it too."""
+
 NAME = "manifest.json"
 MAX_BYTES = 1 << 30
 BLOCK_BYTES = 16 << 20
@@ -33,18 +37,29 @@ FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a tensor: the entry of a file."""
+    """Elements [start, stop) of a tensor, and `count` - 1 stretches as long, each `period` after the one before: the entry of a
+    file."""
 
     file: str
     entry: str
     start: int
     stop: int
     crc32: tuple[int, ...]
+    period: int = 0
+    count: int = 1
+
+    @property
+    def run(self) -> Runs:
+        return Runs(self.start, self.stop - self.start, self.period, self.count)
+
+    def row(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {k: v for k, v in vars(self).items() if self.count > 1 or k not in ("period", "count")}
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """One tensor of the state; its pieces cover it once, in order."""
+    """One tensor of the state; its pieces cover it once, in the order in which they begin."""
 
     key: Key
     dtype: torch.dtype
@@ -81,8 +96,9 @@ class Manifest:
 
 def write(manifest: Manifest) -> bytes:
     """As JSON, one line a tensor, so that a person can read and search it."""
+    split = any(piece.count > 1 for t in manifest.tensors.values() for piece in t.pieces)
     head = {
-        "format": FORMAT,
+        "format": FORMAT if split else PLAIN,
         "step": manifest.step,
         "world_size": manifest.world_size,
         "time": manifest.time,
@@ -93,7 +109,7 @@ def write(manifest: Manifest) -> bytes:
     }
     rows = [
         {"name": t.key.name, "slot": t.key.slot, "dtype": kinds.name_of(t.dtype), "shape": t.shape,
-         "pieces": [vars(piece) for piece in t.pieces]}
+         "pieces": [piece.row() for piece in t.pieces]}
         for t in manifest.tensors.values()
     ]  # fmt: skip
     tensors = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
@@ -112,7 +128,7 @@ def assemble(
         files |= note["files"]
         if note["objects"] is not None:
             objects[rank] = _objects(note["objects"])
-        for name, slot, dtype, shape, file, entry, start, stop, crc32 in note["pieces"]:
+        for name, slot, dtype, shape, file, entry, start, stop, crc32, period, count in note["pieces"]:
             key = Key(name, slot)
             known = found.setdefault(key, (dtype, tuple(shape), []))
             if known[:2] != (dtype, tuple(shape)):
@@ -120,7 +136,7 @@ def assemble(
                     f"{name} ({slot}) is {dtype} {tuple(shape)} on rank {rank} and {known[0]} {known[1]} on another",
                     remedy="The ranks do not train the same model.",
                 )
-            known[2].append(Piece(file, entry, start, stop, tuple(crc32)))
+            known[2].append(Piece(file, entry, start, stop, tuple(crc32), period, count))
     tensors = {}
     for key, (dtype, shape, pieces) in sorted(found.items(), key=lambda item: (item[0].name, item[0].slot)):
         pieces.sort(key=lambda piece: (piece.start, piece.stop))
@@ -135,9 +151,9 @@ def read(text: bytes | bytearray, where: str) -> Manifest:
         plain = json.loads(text)
         if not isinstance(plain, dict) or "format" not in plain:
             raise ValueError("it is not a manifest of ours")
-        if plain["format"] != FORMAT:
+        if plain["format"] not in (PLAIN, FORMAT):
             raise CheckpointError(
-                f"{where} has format {plain['format']}, and this version of Echelon reads format {FORMAT}",
+                f"{where} has format {plain['format']}, and this version of Echelon reads formats {PLAIN} and {FORMAT}",
                 remedy="Use the version that wrote it, or a newer one.",
             )
         end = END.search(text)
@@ -180,9 +196,9 @@ def _tensor(row: Mapping[str, Any], files: Mapping[str, int]) -> Tensors:
     for p in row["pieces"]:
         piece = Piece(
             _file(p["file"]), str(p["entry"]), _number(p["start"]), _number(p["stop"]),
-            tuple(_number(crc) for crc in p["crc32"]),
+            tuple(_number(crc) for crc in p["crc32"]), _number(p.get("period", 0)), _number(p.get("count", 1)),
         )  # fmt: skip
-        num_bytes = (piece.stop - piece.start) * dtype.itemsize
+        num_bytes = piece.run.numel * dtype.itemsize
         if num_bytes > files[piece.file] or len(piece.crc32) != blocks(num_bytes):
             raise ValueError(f"{key.name}: {num_bytes} bytes in {piece.file} of {files[piece.file]}")
         pieces.append(piece)
@@ -191,16 +207,12 @@ def _tensor(row: Mapping[str, Any], files: Mapping[str, int]) -> Tensors:
 
 
 def _check_cover(key: Key, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    at = 0
-    for piece in pieces:
-        if piece.start != at or piece.stop < piece.start:
-            raise CheckpointError(
-                f"the pieces of {key.name} ({key.slot}) do not cover it once: element {min(at, piece.start)} of "
-                f"shape {shape} is in {'two' if piece.start < at else 'none'}"
-            )
-        at = piece.stop
-    if at != math.prod(shape):
-        raise CheckpointError(f"{key.name} ({key.slot}) has {math.prod(shape)} elements, pieces of {at}")
+    """Raises CheckpointError unless every element is in exactly one piece."""
+    why = uncovered(math.prod(shape), [piece.run for piece in pieces])
+    if why:
+        raise CheckpointError(
+            f"the pieces of {key.name} ({key.slot}), shape {shape}, do not cover it once: {why}"
+        )
 
 
 def _objects(row: Mapping[str, Any]) -> ObjectsFile:

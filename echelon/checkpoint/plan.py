@@ -62,7 +62,10 @@ def _lay_out(parts: Sequence[Part], numbers: Mapping[int, int]) -> list[Slot]:
         key = part.holding.key
         entry = key.name if key.slot == "value" else f"{key.name}#{key.slot}"
         if not part.whole:
-            entry += f"[{part.span.start}:{part.span.stop}]"
+            run = part.run
+            entry += f"[{run.start}:{run.start + run.length}" + (
+                f"+{run.period}*{run.count}]" if run.count > 1 else "]"
+            )
         while entry in taken:
             entry += "~"
         taken.add(entry)

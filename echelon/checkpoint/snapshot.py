@@ -117,7 +117,7 @@ class Snapshot:
         rows = []
         for slot in self.slots:
             part, dtype = slot.part, slot.part.holding.tensor.dtype
-            shape = tuple(part.span.shape) if part.whole else (part.span.numel,)
+            shape = tuple(part.shape) if part.whole else (part.run.numel,)
             rows.append(
                 (
                     slot.entry,

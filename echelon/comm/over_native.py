@@ -41,7 +41,7 @@ LOOK_NS = 20_000
 class NativeWork:
     """One operation of a NativeGroup. It holds the tensors, whose addresses the core has."""
 
-    __slots__ = ("_lock", "after", "group", "held", "number", "outcome", "source", "what", "work")
+    __slots__ = ("_lock", "after", "group", "held", "number", "outcome", "source", "what", "where", "work")
 
     def __init__(
         self, group: NativeGroup, work: Any, number: int, what: str, held: tuple[Tensor | None, ...], after: After = None
@@ -54,6 +54,7 @@ class NativeWork:
             held,
             after,
         )
+        self.where = group.name
         self.outcome: Outcome | None = None
         self.source: int | None = None
         self._lock = None if after is None else threading.Lock()
@@ -65,12 +66,12 @@ class NativeWork:
             activity.moved()
             met = True
         else:
-            with activity.waiting(self.group.name, self.number, self.what, _num_bytes(self.held)):
+            with activity.waiting(self.where, self.number, self.what, _num_bytes(self.held)):
                 met = self.work.wait(min(deadline.left_s, OP_LIMIT_S))
         if not met:
             self.outcome = self.group.failure()
         elif self._lock is None:
-            self.outcome = MET
+            self.outcome, self.held = MET, ()  # the group remembers its last operations: their tensors may go
         else:
             self._finish(self._lock)
         return self.outcome  # type: ignore[return-value]
@@ -114,7 +115,10 @@ class NativeGroup:
         name: str = "group",
         blame: Blame | None = None,
         lane: int = 0,
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        self.ranks = ranks or range(size)
+        """The ranks of the run that these are, for whoever is told of them."""
         self.core, self.rank, self.size, self.device = core, rank, size, device
         self.name, self.number, self.blame, self.lane = name, 0, blame, lane
         self.lost: Lost | None = None
@@ -126,21 +130,26 @@ class NativeGroup:
         with self._lock:
             if self.lost is None:
                 peers, reason, cause = self.core.failure()
+                peers = [self.ranks[peer] for peer in peers]
                 if cause not in CERTAIN and self.blame is not None:
                     peers = self.blame(reason) or peers
-                self.lost = Lost(tuple(sorted(peers)), reason)
+                self.lost = Lost(tuple(sorted(set(peers))), reason)
             return self.lost
 
     def urgent(self) -> NativeGroup:
         """The same ranks, in the higher lane: what is begun here overtakes what is under way, between two pieces of work."""
         return NativeGroup(
-            self.core, self.rank, self.size, self.device, f"{self.name}-urgent", self.blame, lane=1
+            self.core, self.rank, self.size, self.device, f"{self.name}-urgent", self.blame, 1, self.ranks
         )
 
-    def _begun(self, what: str, work: Any, held: tuple[Tensor | None, ...], after: After = None, kind: type[NativeWork] = NativeWork) -> NativeWork:  # fmt: skip
+    def _begun(self, what: str, work: Any, held: tuple[Tensor | None, ...], after: After = None) -> NativeWork:  # fmt: skip
         self.number = number = self.number + 1
         activity.begun[self.name] = number
-        begun, live = kind(self, work, number, what, held, after), self._live
+        return self._kept(NativeWork(self, work, number, what, held, after))
+
+    def _kept(self, begun: NativeWork) -> NativeWork:
+        """Until it is over: the core has the addresses of its tensors."""
+        live = self._live
         while live and (live[0].outcome is not None or live[0].work.done):
             live.popleft()
         live.append(begun)
@@ -241,7 +250,8 @@ class NativeGroup:
         check.whole("send", x=x)
         check.other("send", peer, self.rank, self.size)
         mine = _staged(x)
-        return self._begun("send", self.core.message(True, _address(mine), x.nbytes, peer, tag), (mine, x))
+        work = self.core.message(True, _address(mine), x.nbytes, peer, tag)
+        return self._message(peer, NativeWork(self, work, activity.ANYBODY, "send", (mine, x)))
 
     def recv(self, x: Tensor, peer: int | None, tag: int = 0) -> Receipt:
         check.whole("recv", x=x)
@@ -249,7 +259,17 @@ class NativeGroup:
         room = _room_for(x)
         work = self.core.message(False, room.data_ptr(), x.nbytes, -1 if peer is None else peer, tag)
         after = None if room is x else lambda: x.copy_(room)
-        return self._begun("recv", work, (room, x), after, Received)
+        return self._message(peer, Received(self, work, activity.ANYBODY, "recv", (room, x), after))
+
+    def _message(self, peer: int | None, work: NativeWork) -> NativeWork:
+        """A message is between two: who waits in it waits for the other one, if that is known."""
+        if peer is None or self.name.startswith(
+            activity.TORCH
+        ):  # torch's groups do not say who of the run they are
+            self.number = work.number = activity.begun[self.name] = self.number + 1
+        else:
+            work.where = f"{activity.WORKER}{self.ranks[peer]} in {self.name}"
+        return self._kept(work)
 
     def barrier(self) -> Work:
         return self._begun("barrier", self.core.collective(_BARRIER, _BYTE, 0, 0, 0, 0, 0, self.lane), ())

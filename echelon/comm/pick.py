@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from echelon import env, native
+from echelon.activity import MEMBERS
 from echelon.clock import Deadline
 from echelon.comm import gloo, hosts
 from echelon.comm.alone import AloneGroup
@@ -74,32 +77,46 @@ class Groups:
         self._torch = ""
         """The backend of torch.distributed's default group, once it was opened here."""
 
-    def make(self, name: str = "gradients") -> Group:
-        """A new group of all ranks; the first one also becomes torch.distributed's default group.
+    def make(self, name: str = "gradients", ranks: Sequence[int] | None = None) -> Group:
+        """A new group of all ranks, or of `ranks`, of which this is one: they all make it, the others do not.
 
-        `name` is what people read when somebody is waited for in it."""
+        `name` is what people read when somebody is waited for in it. With gloo or NCCL the first one of all ranks also becomes
+        torch.distributed's default group."""
         group: Group
-        if self.backend == "alone":
+        ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)
+        whole = len(ranks) == self.size
+        name = name if whole else f"{name}{MEMBERS}{','.join(map(str, ranks))}"
+        if self.backend == "alone" or len(ranks) == 1 < self.size:
             group = AloneGroup(self.device)
         elif self.backend == "native" and self.member is not None:
             group = changing = ChangingGroup(
-                self._fresh(name), self.rank, self.size, self.device, self._native
+                self._fresh(name),
+                ranks.index(self.rank),
+                len(ranks),
+                self.device,
+                partial(self._native, ranks=ranks),
             )
             changing.pretends = self._pretends
             if not self._pretends:
                 _ = changing.inner  # blocks until all are in
         elif self.backend == "native":
-            group = self._native(self._fresh(name))
+            group = self._native(self._fresh(name), ranks)
         else:
-            fresh = not dist.is_initialized()
-            with self._bound():
-                if fresh:
-                    self._init_torch()
-                pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
-            assert pg is not None
-            group = TorchGroup(pg, self.device, self._blame(), self._fresh(name))
+            group = self._torch_group(name, ranks, whole)
         self.made.append(group)
         return group
+
+    def _torch_group(self, name: str, ranks: Sequence[int], whole: bool) -> Group:
+        fresh = not dist.is_initialized()
+        with self._bound():
+            if fresh:
+                self._init_torch()
+            if whole:
+                pg = dist.group.WORLD if fresh else dist.new_group(backend=self.backend)
+            else:
+                pg = dist.new_group(list(ranks), backend=self.backend, use_local_synchronization=True)
+        assert pg is not None
+        return TorchGroup(pg, self.device, self._blame(), self._fresh(name))
 
     def open_torch(self, backend: str) -> None:
         """Makes torch.distributed's default group over this backend of ours, unless there is one; close() ends it."""
@@ -139,7 +156,7 @@ class Groups:
         for group in self.changing:
             group.pretends = so
 
-    def _native(self, name: str) -> Group:
+    def _native(self, name: str, ranks: Sequence[int]) -> Group:
         core = native.core()
         if core is None:
             raise UsageError(
@@ -151,7 +168,7 @@ class Groups:
         if self.member is not None:
             place = self.member.place
             term = self.member.term if self.term is None else self.term
-            seat = Seat(self.rank, self.size, self.member.token, place.run, term)
+            seat = Seat(ranks.index(self.rank), len(ranks), self.member.token, place.run, term)
             address = place.address or net.local_address(net.split(place.coordinator)[0])
             if self._store is None:
                 self._store = CoordinatorStore(self.member, name="native", term=term)
@@ -161,7 +178,7 @@ class Groups:
         group = hosts.enter(
             core, meeting, seat, name, address, deadline, limit_s=SILENCE_S, connect_s=connect_s
         )
-        return NativeGroup(group, self.rank, self.size, self.device, name, self._blame())
+        return NativeGroup(group, seat.rank, seat.size, self.device, name, self._blame(), ranks=ranks)
 
     def _bound(self) -> contextlib.AbstractContextManager[None]:
         """Among several hosts, the address that faces the others; on one, gloo's interface is enough."""
@@ -169,7 +186,7 @@ class Groups:
         return gloo.bound_to(address) if address and self.backend == "gloo" else contextlib.nullcontext()
 
     def _fresh(self, name: str) -> str:
-        num_alike = sum(getattr(group, "name", "").split(" ")[0] == name for group in self.made)
+        num_alike = sum(re.sub(r" \d+$", "", getattr(group, "name", "")) == name for group in self.made)
         return f"{name} {num_alike + 1}" if num_alike else name
 
     def _init_torch(self) -> None:

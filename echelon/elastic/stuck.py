@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from echelon.activity import ANYBODY, DATA, ENDED, PHASE, SERVERS
+from echelon.activity import ANYBODY, DATA, ENDED, PHASE, SERVERS, members
 from echelon.control.roster import JOINED, WORKER, Who
 from echelon.elastic import deadlink
 from echelon.elastic.views import (
@@ -144,7 +144,8 @@ def _missing(view: View, views: Sequence[View], options: Options) -> set[Who]:
     assert wait is not None
     if wait.group == "phase":
         return {Who(WORKER, 0)} - {view.who}
-    workers = [v for v in views if not v.serves]
+    some = members(wait.group)
+    workers = [v for v in views if not v.serves and (some is None or v.rank in some)]
     servers = {
         v.who
         for v in asked_servers(wait.group, views)

@@ -10,7 +10,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-GIB = 1 << 30
+from echelon.mesh.memory import LESS
+from echelon.mesh.memory import said as size
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ def likely_cause(number: int, before: Memory, after: Memory, peak_rss_bytes: int
         if after.oom_kills > before.oom_kills:
             limit = f" (limit {size(after.limit_bytes)})" if after.limit_bytes else ""
             return _join(f"The kernel killed it because its control group ran out of memory{limit}.", peak,
-                         "Give the run more memory, fewer workers or smaller batches.")  # fmt: skip
+                         f"Give the run more memory or fewer workers. {LESS}")  # fmt: skip
         if after.machine_oom_kills > before.machine_oom_kills:
             return _join("The kernel killed it because the machine ran out of memory.", peak,
-                         "Use fewer workers or smaller batches.")  # fmt: skip
+                         f"Use fewer workers. {LESS}")  # fmt: skip
         return _join("Somebody sent it SIGKILL; no kill for lack of memory was counted.", peak)
     if number == signal.SIGBUS:
         return _bus(after)
@@ -86,15 +87,6 @@ def cgroup_of(pid: int | str = "self") -> str:
         return Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:
         return ""
-
-
-def size(count: int) -> str:
-    """1536 MiB as people say it: 1.5 GiB."""
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= unit:
-            value = count / unit
-            return f"{value:.1f} {name}" if value < 100 else f"{value:.0f} {name}"
-    return f"{count} bytes"
 
 
 def _bus(now: Memory) -> str:

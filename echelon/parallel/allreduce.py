@@ -76,10 +76,11 @@ class AllReduceSync:
 
     def build(self, ordered: list[Slot]) -> None:
         """Buckets over these slots; the others are frozen and wait in `spare`."""
-        old = [(s, s.param.grad) for s in self.slots if s.view is not None and s.param.grad is s.view]
+        chosen = {s.index for s in ordered}
         for slot in self.slots:
-            slot.bucket = slot.view = None
+            slot.bucket, slot.view = None, slot.view if slot.index in chosen else None
         self.active = ordered
+        self.buckets: list[buckets.Bucket] = []  # the old ones go as their gradients move into new ones
         self.buckets, self.tail = buckets.build(
             ordered,
             self.wire.rooms,
@@ -89,11 +90,6 @@ class AllReduceSync:
             coded=self.wire.codes,
         )
         self.wire.build(self.buckets)
-        for slot, grad in old:
-            if slot.view is not None:
-                slot.view.copy_(grad)
-                slot.param.grad = slot.view
-        chosen = {s.index for s in ordered}
         self.spare = [s for s in self.slots if s.index not in chosen]
         self.sparse = [s for s in self.slots if s.sparse and s.index in chosen]
         self._reset()

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from echelon.mesh.layout import Placed
+from echelon.parallel.local import local
+
 
 class Average:
-    """average = decay * average + (1 - decay) * weights; buffers are the model's own."""
+    """average = decay * average + (1 - decay) * weights; buffers are the model's own. Of what is split, the part that is here."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, placed: Mapping[int, Placed]) -> None:
         self.model, self.decay = model, decay
-        self.live: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
-        self.shadow: list[Tensor] = [p.detach().clone() for p in self.live]
+        here = [p for p in model.parameters() if id(p) not in placed or placed[id(p)].runs]
+        self.live: list[Tensor] = [p for p in here if p.is_floating_point()]
+        self.shadow: list[Tensor] = [local(p.detach()).clone() for p in self.live]
 
     @torch.no_grad()
     def update(self) -> None:
         if self.shadow:
-            torch._foreach_lerp_(self.shadow, [p.detach() for p in self.live], 1.0 - self.decay)
+            torch._foreach_lerp_(self.shadow, self._values(), 1.0 - self.decay)
+
+    def _values(self) -> list[Tensor]:
+        return [local(p.detach()) for p in self.live]
+
+    def drop(self, gone: list[Tensor]) -> None:
+        """These parameters are no longer here."""
+        ids = {id(p) for p in gone}
+        pairs = [(p, s) for p, s in zip(self.live, self.shadow, strict=True) if id(p) not in ids]
+        self.live[:], self.shadow[:] = [p for p, _ in pairs], [s for _, s in pairs]
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside, the model's weights are the average."""
         with torch.no_grad():
-            kept = [p.detach().clone() for p in self.live]
-            torch._foreach_copy_([p.detach() for p in self.live], self.shadow)
+            kept = [value.clone() for value in self._values()]
+            torch._foreach_copy_(self._values(), self.shadow)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self.live], kept)
+                torch._foreach_copy_(self._values(), kept)

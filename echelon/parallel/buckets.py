@@ -163,7 +163,11 @@ def _lay(slots: list[Slot], rooms: Rooms, tail_numel: int = 0, coded: bool = Fal
     for slot, start in zip(slots, starts, strict=True):
         param = slot.param
         slot.bucket = bucket
-        slot.view = _like(flat[start : start + param.numel()], param)
+        old, slot.view = slot.view, _like(flat[start : start + param.numel()], param)
+        if (
+            old is not None and param.grad is old
+        ):  # moved at once: old and new messages are never there whole at one time
+            param.grad = slot.view.copy_(old)
     return bucket
 
 

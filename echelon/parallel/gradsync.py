@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from echelon.comm.group import Outcome
+from echelon.clock import Deadline
+from echelon.comm.group import Group, Lost, Op, Outcome
+from echelon.errors import PeerLost
+from echelon.mesh.layout import Placed
 from echelon.parallel.wire import Wire
 from echelon.ps.recipes import Recipe
+
+SPLIT_S = 1800.0
 
 Groups = Sequence[tuple[Recipe, Sequence[Tensor]]]
 """Each parameter group's recipe and parameters."""
@@ -40,6 +45,38 @@ class Share:
 
     closing: float = 1.0
     """Multiplies what the group holds when it meets: 1 / tokens where the normaliser is known only then."""
+
+
+@dataclass
+class Split:
+    """How the model lies over ranks where it is split; forms fill it in, and what is said of all elements is asked here."""
+
+    placed: dict[int, Placed] = field(default_factory=dict)
+    """By a parameter's id."""
+
+    group: Group | None = None
+    """Those that hold one replica of the model together."""
+
+    def over(self, params: Iterable[Tensor]) -> Group | None:
+        """Who must be asked about these parameters: nobody where all of them are whole here."""
+        return self.group if self.placed and any(id(p) in self.placed for p in params) else None
+
+    def counts(self, param: Tensor) -> bool:
+        """Does this rank answer for what it has of a parameter?"""
+        placed = self.placed.get(id(param))
+        if placed is None:
+            return self.group is None or self.group.rank == 0
+        return placed.counts and bool(placed.runs)
+
+    def meet(self, x: Tensor, op: Op = "sum") -> Tensor:
+        """x over the group, in place. PeerLost when one of them is gone."""
+        if self.group is not None and not self.group.local:
+            outcome = self.group.all_reduce(x, op).wait(Deadline.after(SPLIT_S))
+            if isinstance(outcome, Lost):
+                raise PeerLost(
+                    f"a peer was lost in a sum over the model: {outcome.reason}", peers=outcome.peers
+                )
+        return x
 
 
 class GradSync(Protocol):

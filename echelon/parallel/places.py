@@ -30,7 +30,7 @@ def layout(sync: AllReduceSync) -> dict[str, Any]:
 
 def lay(sync: AllReduceSync, layout: dict[str, Any]) -> None:
     """Back to places of before; those of other parameters are ignored. Only between steps."""
-    if layout["slots"] != len(sync.slots):
+    if layout.get("slots") != len(sync.slots):
         return
     sync.order, sync.meetings = layout["order"], layout["meetings"]
     for slot, idle in zip(sync.slots, layout["idle"], strict=True):

@@ -52,10 +52,14 @@ def servers_share(worker_hosts: Sequence[str], server_hosts: Sequence[str]) -> F
 
 
 class SumWire(PlainWire):
-    """See wire.Wire. `share` of each bucket goes to the servers, which divide it evenly."""
+    """See wire.Wire. `share` of each bucket goes to the servers, which divide it evenly. `among`: the workers of the group, where
+    that is not all of them."""
 
-    def __init__(self, group: Group, servers: Servers, model: int, share: Fraction) -> None:
+    def __init__(
+        self, group: Group, servers: Servers, model: int, share: Fraction, among: Sequence[int] | None = None
+    ) -> None:
         super().__init__(group)
+        self.told = {} if among is None else {"of": list(among)}
         self.servers, self.model, self.share = servers, model, share
         self.windows = [Window(lanes) for lanes in servers.lanes]
 
@@ -69,7 +73,7 @@ class SumWire(PlainWire):
         calls = []
         for window, piece in zip(self.windows, pieces, strict=True):
             parts = messages(*piece, flat.element_size())
-            told = {"model": self.model, "number": number}
+            told = {"model": self.model, "number": number, **self.told}
             calls.append(window.add(({**told, "part": i}, flat[a:b]) for i, (a, b) in enumerate(parts)))
         end = pieces[-1][1]
         self.traffic.sent_bytes += end * flat.element_size()

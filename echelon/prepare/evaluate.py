@@ -21,25 +21,31 @@ STOP = "<stop>"
 
 @activity.named("run.evaluate")
 def totals(
-    model: nn.Module, feed: Feed, fn: Judge, average: Average | None, stop: Callable[[], bool]
+    model: nn.Module,
+    feed: Feed,
+    fn: Judge,
+    average: Average | None,
+    stop: Callable[[], bool],
+    together: bool = False,
 ) -> dict[str, list[float]]:
     """{name: [sum, count]} over this rank's samples, in float64; the model is in eval mode meanwhile.
 
-    Ends early, with STOP among the names, once `stop()`.
+    Ends early, with STOP among the names, once `stop()`. `together`: forwards meet, so a rank without samples runs along on a stand-in.
     """
     found: dict[str, list[float]] = {}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), average.swapped() if average else contextlib.nullcontext():
-            for batch in feed.evaluate():
-                for name, (total, count) in fn(model, batch).items():
+            for batch, counts in feed.evaluate(together):
+                said = fn(model, batch)
+                for name, (total, count) in said.items() if counts else ():
                     entry = found.setdefault(name, [0.0, 0.0])
                     entry[0] += float(total)
                     entry[1] += float(count)
-                if stop():
-                    return found | {STOP: [1.0, 1.0]}
+                if not together and stop():
+                    break
     finally:
         for module, training in modes:  # each its own: parts of a model may be kept in eval mode on purpose
             module.training = training
-    return found
+    return found | ({STOP: [1.0, 1.0]} if stop() else {})

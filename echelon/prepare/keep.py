@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from echelon.data import randomness
 from echelon.data.tree import map_tree
 from echelon.mesh.layout import Stateful
+from echelon.parallel.local import local
 
 
 class Keeper(Protocol):
@@ -27,21 +28,30 @@ class Keeper(Protocol):
 
 
 class Tensors:
-    """Copies of some tensors, in memory that is made once."""
+    """Copies of some tensors, in memory that is made once. Whoever owns the list may take tensors out of it."""
 
     def __init__(self, live: list[Tensor]) -> None:
         self.live = live
-        self.copies: list[Tensor] = [torch.empty_like(t) for t in live]
+        self.copies: list[Tensor] = [torch.empty_like(local(t)) for t in live]
+        self._of = list(live)
 
     @torch.no_grad()
     def keep(self) -> None:
+        self._follow()
         if self.live:
-            torch._foreach_copy_(self.copies, self.live)
+            torch._foreach_copy_(self.copies, [local(t) for t in self.live])
 
     @torch.no_grad()
     def put_back(self) -> None:
+        self._follow()
         if self.live:
-            torch._foreach_copy_(self.live, self.copies)
+            torch._foreach_copy_([local(t) for t in self.live], self.copies)
+
+    def _follow(self) -> None:
+        """Copies of what is no longer there go with it."""
+        if len(self.live) != len(self._of):
+            known = {id(t): copy for t, copy in zip(self._of, self.copies, strict=True)}
+            self.copies, self._of = [known[id(t)] for t in self.live], list(self.live)
 
 
 class Buffers:
@@ -164,7 +174,7 @@ class PreImage:
 
     @torch.no_grad()
     def keep(self) -> None:
-        live = [p.detach() for g in self.optimizer.param_groups for p in g["params"]]
+        live = [local(p.detach()) for g in self.optimizer.param_groups for p in g["params"]]
         if self.params is None or not _same(self.params.live, live):
             self.params = Tensors(live)
         self.params.keep()

@@ -263,14 +263,15 @@ class Feed(TakesPieces):
                 )
             )
 
-    def evaluate(self) -> Iterator[Any]:
-        """Every sample once, outside of training: no marks, no shares; an empty part is skipped."""
+    def evaluate(self, together: bool = False) -> Iterator[tuple[Any, bool]]:
+        """Every sample once, outside of training: no marks, no shares; an empty part is skipped, or with `together` a stand-in that does
+        not count."""
         epoch, self.epochs = self.epochs, self.epochs + 1
         parts = self._free_parts() if self.deal is None else self._parts_of(self.deal.shared(), None)
         for part in parts.epoch(epoch, []):
             activity.moved()
-            if part.count:
-                yield self.placed(part.data)
+            if part.count or together:
+                yield self.placed(part.data), part.count > 0
 
     def placed(self, data: Any) -> Any:
         return data if self.device.type == "cpu" else tree.to_device(data, self.device)

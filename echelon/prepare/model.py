@@ -19,6 +19,8 @@ from echelon.errors import PeerLost
 from echelon.step import Machine
 
 START_LIMIT_S = 1800.0
+FIRST_BYTES = 64 << 20
+"""First weights are sent in messages of about this size."""
 
 
 def names(model: nn.Module) -> dict[int, str]:
@@ -46,20 +48,32 @@ def sparse_params(model: nn.Module) -> set[int]:
 @torch.no_grad()
 @activity.named("the first weights")
 def equalise(tensors: Iterable[Tensor], group: Group) -> None:
-    """Rank 0's values everywhere, one message a type."""
+    """Rank 0's values everywhere, in messages of some size: nobody needs room for the whole model twice."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for (dtype, _), same in kinds.items():
-        wire = torch.cat([t.reshape(-1) for t in same])
-        wire = wire.to(torch.uint8) if dtype is torch.bool else wire
-        outcome = group.broadcast(wire).wait(Deadline.after(START_LIMIT_S))
-        if isinstance(outcome, Lost):
-            raise PeerLost(
-                f"a peer was lost while the first weights were sent: {outcome.reason}", peers=outcome.peers
-            )
-        for tensor, piece in zip(same, wire.split([t.numel() for t in same]), strict=True):
-            tensor.copy_(piece.view(tensor.shape).to(dtype))
+    for same in kinds.values():
+        batch: list[Tensor] = []
+        for tensor in same:
+            batch.append(tensor)
+            if sum(t.nbytes for t in batch) >= FIRST_BYTES:
+                _send(batch, group)
+                batch = []
+        if batch:
+            _send(batch, group)
+
+
+def _send(same: list[Tensor], group: Group) -> None:
+    dtype = same[0].dtype
+    wire = torch.cat([t.reshape(-1) for t in same])
+    wire = wire.to(torch.uint8) if dtype is torch.bool else wire
+    outcome = group.broadcast(wire).wait(Deadline.after(START_LIMIT_S))
+    if isinstance(outcome, Lost):
+        raise PeerLost(
+            f"a peer was lost while the first weights were sent: {outcome.reason}", peers=outcome.peers
+        )
+    for tensor, piece in zip(same, wire.split([t.numel() for t in same]), strict=True):
+        tensor.copy_(piece.view(tensor.shape).to(dtype))
 
 
 class Inert:
@@ -162,15 +176,6 @@ def watch_zero_grad(model: nn.Module, machine: Machine) -> None:
         return zero_grad
 
     Override(model, "zero_grad", wrap)
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    """The plain state dict: the user's own key names, tied weights under every name."""
-    return {
-        plain_name(key): value.detach()
-        for key, value in unwrapped(model).state_dict().items()
-        if isinstance(value, Tensor)
-    }
 
 
 class Ran:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from echelon.parallel.gradsync import Applying, GradSync, Groups, applying
+from echelon.parallel.sharded.owned import Owned
+from echelon.parallel.sharded.parts import Parts
 from echelon.prepare.keep import PreImage
 from echelon.ps.optimizers import recipe_of
 from echelon.step import Machine
@@ -31,6 +33,10 @@ class PreparedOptimizer:
         self.syncs: list[GradSync] = []
         self.lr_factor: Callable[[int], float] | None = None
         """Multiplies the learning rate of step n (batch=per-worker); schedulers never see it."""
+        self.owned: Owned | None = None
+        """With sharded,level=1: which parameters are stepped here."""
+        self.parts: Parts | None = None
+        """With sharded,level=2 and 3: steps on this rank's parts."""
         self._inner_step = optimizer.step
         self._inner_zero = optimizer.zero_grad
         self._pre_image = PreImage(optimizer)
@@ -56,6 +62,8 @@ class PreparedOptimizer:
 
         def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             inner_load(state_dict)
+            if prepared.owned is not None:
+                prepared.owned.drop_state(prepared.optimizer)
             prepared.load_state()
 
         self.optimizer.state_dict = types.MethodType(state_dict, self.optimizer)  # type: ignore[method-assign]
@@ -72,6 +80,9 @@ class PreparedOptimizer:
         """The optimizer's own step, at the scaled learning rate."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         with self._scaled():
+            around = self.owned or self.parts
+            if around is not None:
+                return around.step(self.params(), self._inner_step, closure)
             return self._inner_step() if closure is None else self._inner_step(closure)
 
     @contextlib.contextmanager

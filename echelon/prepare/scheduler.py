@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.comm.group import Lost
+from echelon.errors import PeerLost
 from echelon.parallel.gradsync import GradSync
 from echelon.prepare.keep import Scaling, Schedule
 from echelon.prepare.optimizer import PreparedOptimizer, prepared_optimizer
@@ -66,6 +67,8 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
                 _unscale_elsewhere(scaler, prepared)
             else:
                 inner_unscale(optimizer)
+            if prepared is not None and machine.split.over(prepared.params()) is not None:
+                _found_anywhere(machine, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepared_optimizer(optimizer)
@@ -108,6 +111,16 @@ def prepare_scaler(scaler: Any, machine: Machine) -> None:
             machine.bare_step()
 
     scaler.step, scaler.update, scaler.unscale_ = step, update, unscale_
+
+
+def _found_anywhere(machine: Machine, found: dict[Any, torch.Tensor]) -> None:
+    """What is infinite on one of the ranks that hold the model together is so for all of them. A lost peer loses the step."""
+    for flag in found.values():
+        try:
+            machine.split.meet(flag, "max")
+        except PeerLost as error:
+            machine.side_losses.append(Lost(error.peers, error.message))
+            flag.zero_()
 
 
 def _unscale_elsewhere(scaler: Any, prepared: PreparedOptimizer) -> None:

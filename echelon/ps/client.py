@@ -27,7 +27,7 @@ from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, UsageError
 from echelon.ps.frame import ALIGN
 from echelon.ps.link import Link
-from echelon.ps.pending import Pending
+from echelon.ps.pending import Pending, Reply
 from echelon.ps.recipes import Number, Recipe
 
 SERVE = "serve"
@@ -39,7 +39,7 @@ SPLIT_BYTES = 256 * 1024
 """A table is cut over all servers when each gets at least this much."""
 
 TIDY_AT = 256
-"""So many works are remembered before those that are done are forgotten."""
+"""So many flights are remembered before those that are done are forgotten."""
 
 Array = Tensor | numpy.ndarray[Any, Any]
 
@@ -63,31 +63,52 @@ class Known:
     as_numpy: bool
 
 
-class Work:
-    """A push or pull under way. Until wait() returns, its gradient and its `out` belong to the wire."""
+class Flight:
+    """Calls that make one push or pull: what Client.wait() needs of it. It holds no values that only the Work gives."""
 
-    def __init__(self, verb: str, name: str, pendings: list[Pending], land: Landing | None) -> None:
-        self._what, self._pendings, self._land = f"{verb} {name!r}", pendings, land
-        self.version = -1
-        """Updates that the table has had, once it is done; of a table on several servers, the least."""
-        self._waited_for = False
+    def __init__(self, pendings: list[Pending], land: Landing | None) -> None:
+        self.pendings = pendings
+        self.rest = land if land is not None and land.out is not None and not land.direct else None
+        """What is still to be brought from `flat` to the caller's `out`."""
+        self.waited_for = False
 
     @property
     def done(self) -> bool:
-        return all(pending.done for pending in self._pendings)
+        return all(pending.done for pending in self.pendings)
 
     @property
-    def _settled(self) -> bool:
+    def settled(self) -> bool:
         """Nothing of it is left for Client.wait()."""
-        return self._waited_for or (self.done and not any(pending.failed for pending in self._pendings))
+        failed = any(pending.failed for pending in self.pendings)
+        return self.waited_for or (self.done and not failed and self.rest is None)
+
+    def wait(self, deadline: Deadline) -> list[Reply]:
+        try:
+            replies = [pending.wait(deadline) for pending in self.pendings]
+        finally:
+            self.waited_for = self.waited_for or self.done
+        rest = self.rest
+        if rest is not None:
+            rest.bring()
+            self.rest = None
+        return replies
+
+
+class Work:
+    """A push or pull under way. Until wait() returns, its gradient and its `out` belong to the wire."""
+
+    def __init__(self, flight: Flight, land: Landing | None) -> None:
+        self._flight, self._land = flight, land
+        self.version = -1
+        """Updates that the table has had, once it is done; of a table on several servers, the least."""
+
+    @property
+    def done(self) -> bool:
+        return self._flight.done
 
     def wait(self, timeout_s: float = WAIT_S) -> Any:
         """The table's values, in the kind and in the memory that was given; None after a push. Raises what went wrong."""
-        deadline = Deadline.after(timeout_s)
-        try:
-            replies = [pending.wait(deadline) for pending in self._pendings]
-        finally:
-            self._waited_for = self._waited_for or self.done
+        replies = self._flight.wait(Deadline.after(timeout_s))
         self.version = min(int(reply.head.get("version", -1)) for reply in replies)
         return self._land.give() if self._land is not None else None
 
@@ -103,15 +124,17 @@ class Landing:
     direct: bool = False
     """`flat` is `out` itself."""
 
+    def bring(self) -> None:
+        """From `flat` to an `out` that is elsewhere."""
+        assert self.out is not None
+        with torch.no_grad():
+            torch.as_tensor(self.out).copy_(self.flat.view(self.shape))
+
     def give(self) -> Array:
-        if self.out is not None and self.direct:
+        if self.out is not None:
             return self.out
         values = self.flat.view(self.shape)
-        if self.out is None:
-            return values.numpy() if self.as_numpy else values
-        with torch.no_grad():
-            torch.as_tensor(self.out).copy_(values)
-        return self.out
+        return values.numpy() if self.as_numpy else values
 
 
 def connect(address: str | None = None, *, token: str | None = None) -> Client:
@@ -162,7 +185,7 @@ class Client:
         self._links = [link for _, link in sorted(zip(ids, links, strict=True), key=lambda pair: pair[0])]
         self._known: dict[str, Known] = {}
         self._lock = threading.Lock()
-        self._works: list[Work] = []
+        self._flights: list[Flight] = []
         self._tidy_at = TIDY_AT
 
     def create(self, name: str, init: Array, optimizer: str = "sgd", **numbers: Number) -> None:
@@ -188,7 +211,7 @@ class Client:
         return self._work("push", name, grad, None, numbers)
 
     def pull(self, name: str, out: Array | None = None) -> Work:
-        """The values, in `out` if it is given."""
+        """The values, in `out` if it is given, else in memory of their own: from a server of this machine they come without a copy."""
         return self._work("pull", name, None, out, {})
 
     def push_pull(self, name: str, grad: Array, out: Array | None = None, **numbers: Number) -> Work:
@@ -208,13 +231,13 @@ class Client:
         """Everything under way; raises the first error of what nobody waited for."""
         deadline = Deadline.after(timeout_s)
         with self._lock:
-            works, self._works = self._works, []
+            flights, self._flights = self._flights, []
         failed: EchelonError | None = None
-        for work in works:
-            if work._settled:
+        for flight in flights:
+            if flight.settled:
                 continue
             try:
-                work.wait(deadline.left_s)
+                flight.wait(deadline)
             except EchelonError as error:
                 failed = failed or error
         if failed is not None:
@@ -271,17 +294,17 @@ class Client:
             payload = None if flat is None else flat if len(known.parts) == 1 else flat[span]
             room = None if land is None else land.flat if len(known.parts) == 1 else land.flat[span]
             pendings.append(part.link.call(f"tables.{verb}", head, payload, room))
-        work = Work(verb, name, pendings, land)
-        self._remember(work)
-        return work
+        flight = Flight(pendings, land)
+        self._remember(flight)
+        return Work(flight, land)
 
-    def _remember(self, work: Work) -> None:
+    def _remember(self, flight: Flight) -> None:
         """For wait(). What is done and well is forgotten now and then."""
         with self._lock:
-            self._works.append(work)
-            if len(self._works) >= self._tidy_at:
-                self._works = [w for w in self._works if not w._settled]
-                self._tidy_at = max(TIDY_AT, 2 * len(self._works))
+            self._flights.append(flight)
+            if len(self._flights) >= self._tidy_at:
+                self._flights = [f for f in self._flights if not f.settled]
+                self._tidy_at = max(TIDY_AT, 2 * len(self._flights))
 
     def _cut(self, name: str, flat: Tensor) -> tuple[Part, ...]:
         """Where a new table goes: whole to one server, by its name, or in equal parts to all. The same on every client."""
@@ -355,7 +378,11 @@ def _fitting(verb: str, name: str, x: Array, known: Known) -> Tensor:
 
 def _landing(verb: str, name: str, out: Array | None, known: Known, as_numpy: bool) -> Landing:
     if out is None:
-        flat = torch.empty(math.prod(known.shape), dtype=known.dtype)
+        numel, parts = math.prod(known.shape), known.parts
+        if len(parts) > 1:
+            flat = torch.empty(numel, dtype=known.dtype)
+        else:
+            flat = parts[0].link.landing(numel * known.dtype.itemsize).view(known.dtype)
         return Landing(flat, known.shape, None, as_numpy)
     if isinstance(out, numpy.ndarray) and (not out.flags.c_contiguous or not out.flags.writeable):
         raise UsageError(f"{verb} {name!r}: `out` must be a contiguous array that may be written to")

@@ -97,6 +97,12 @@ class Link:
             return self._arena.take(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def landing(self, num_bytes: int) -> Tensor:
+        """uint8 for one answer that its caller keeps: shared with the server where that saves a copy, and free again by itself once nothing
+        views it; else ordinary memory."""
+        lent = self._arena.lend(num_bytes) if self.local and num_bytes > INLINE_BYTES else None
+        return torch.empty(num_bytes, dtype=torch.uint8) if lent is None else lent
+
     def share_with(self, others: Sequence[Link]) -> None:
         """Buffers that are made from now on are shared with these links' servers as well, where they are on this host."""
         if self.local:
@@ -186,6 +192,8 @@ class Link:
                 if at is None:
                     at, stage = self._stage(size, pending)
                     copy(stage, x)
+                else:
+                    pending.held.append(x)
                 ats.append([code, list(x.shape), *at])
                 continue
             ats.append([code, list(x.shape), frame.INLINE, 0])

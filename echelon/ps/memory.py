@@ -7,7 +7,9 @@ import ctypes
 import fcntl
 import os
 import threading
+import weakref
 from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,9 @@ SEGMENT_BYTES = 4 * MIB
 """The first segment; each further one is at least as large as all before it together, up to LARGEST_BYTES."""
 
 LARGEST_BYTES = 64 * MIB
+LENT_BYTES = 1024 * MIB
+"""So much is lent at a time: who keeps more answers than that gets ordinary memory for them."""
+
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 POOLED_BYTES = 512 * MIB
 MAX_VIEWS = 8192
@@ -92,6 +97,10 @@ class Arena:
         self._free: list[tuple[int, int, int]] = []  # (segment, offset, bytes), in order, no two touching
         self._taken: dict[int, tuple[int, int, int]] = {}
         self._others: list[Arena] = []
+        self._lent_bytes = 0
+        self._returned: deque[tuple[int, int]] = (
+            deque()
+        )  # (pointer, bytes) of what was lent and nobody views any more
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +116,7 @@ class Arena:
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:
+            self._tidy()
             at = next((i for i, hole in enumerate(self._free) if hole[2] >= size), None)
             if at is None:
                 self._grow(size)
@@ -118,12 +128,37 @@ class Arena:
             self._taken[segment.begin + offset] = (number, offset, size)
             return segment.bytes[offset : offset + num_bytes]
 
+    def lend(self, num_bytes: int) -> Tensor | None:
+        """take() of memory that comes back by itself, with the last tensor or array that views it. None when there is none, or when
+        more than LENT_BYTES would be out."""
+        with self._lock:
+            self._tidy()
+            if not num_bytes or self._lent_bytes + num_bytes > LENT_BYTES:
+                return None
+            try:
+                held = self.take(num_bytes).numpy()
+            except WorldError:
+                return None
+            self._lent_bytes += num_bytes
+        # runs wherever the last view ends, also in the middle of take(): it only leaves a note
+        weakref.finalize(held, self._returned.append, (held.ctypes.data, num_bytes)).atexit = False
+        return torch.from_numpy(held)
+
     def give(self, buffer: Tensor) -> bool:
         """Takes a buffer back; False for one that is not from here."""
+        return self._give(buffer.data_ptr()) or not buffer.numel()
+
+    def _tidy(self) -> None:
+        while self._returned:
+            pointer, num_bytes = self._returned.popleft()
+            self._lent_bytes -= num_bytes
+            self._give(pointer)
+
+    def _give(self, pointer: int) -> bool:
         with self._lock:
-            hole = self._taken.pop(buffer.data_ptr(), None)
+            hole = self._taken.pop(pointer, None)
             if hole is None:
-                return not buffer.numel()
+                return False
             number, begin, size = hole
             at = bisect_right(self._free, hole)
             if at < len(self._free) and self._free[at][:2] == (number, begin + size):

@@ -38,6 +38,7 @@ class Pending:
         "_lock",
         "_reply",
         "_then",
+        "held",
         "num_bytes",
         "rooms",
         "server",
@@ -54,6 +55,8 @@ class Pending:
         self._then: list[Callable[[], None]] = []
         self.rooms: list[tuple[Tensor, Tensor | None]] | None = None
         self.staged: list[Tensor] = []
+        self.held: list[Tensor] = []
+        """What the server reads where it lies: it may be lent memory, which is free as soon as nobody holds it."""
         self.num_bytes = 0
 
     @property
@@ -94,7 +97,7 @@ class Pending:
 
     def finish(self, reply: Reply | None, error: EchelonError | None) -> None:
         """Called once, by the link."""
-        self.rooms = None
+        self.rooms, self.held = None, []
         with self._lock:
             self._reply, self._error = reply, error
             then, self._then = self._then, []

@@ -41,7 +41,7 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.staleness import Staleness
 from echelon.ps.steps import check_same, named
-from echelon.ps.together import Together, carry_out, check_alike, refuse_all, sense
+from echelon.ps.together import Together, carry_out, check_alike, refuse_all, sense, some
 from echelon.verdict import to_plain
 
 NAME = "train"
@@ -189,7 +189,9 @@ class Training:
 
     def _sum(self, request: Request) -> None:
         head = request.head
-        all_of_them = self.together.add(("sum", head["model"], head["number"], head.get("part", 0)), request)
+        among = some(head, self.num_workers)
+        key = ("sum", head["model"], head["number"], head.get("part", 0), *([among] if among else []))
+        all_of_them = self.together.add(key, request, among)
         if all_of_them is not None:
             self.sums += 1
             carry_out(all_of_them, lambda: add_up(all_of_them))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 from echelon.errors import EchelonError, PeerLost, UsageError, WireError
 from echelon.ps.service import Request
@@ -20,20 +21,24 @@ class Together:
         self._waiting: dict[Hashable, dict[int, Request]] = {}
         self._lost: PeerLost | None = None
 
-    def add(self, key: Hashable, request: Request) -> list[Request] | None:
-        """All of them in the order of ranks, to whoever brings the last; None to the others. Raises once a worker is gone."""
+    def add(
+        self, key: Hashable, request: Request, among: Sequence[int] | None = None
+    ) -> list[Request] | None:
+        """All of them in the order of ranks, to whoever brings the last; None to the others. Raises once a worker is gone. `among`:
+        these workers only, who all say so."""
         rank = request.peer.rank
+        ranks = range(self.num_workers) if among is None else among
         with self._lock:
             if self._lost is not None:
                 raise again(self._lost)
             here = self._waiting.setdefault(key, {})
-            if rank in here or not 0 <= rank < self.num_workers:
+            if rank in here or rank not in ranks or not 0 <= rank < self.num_workers:
                 raise UsageError(f"worker {rank} of {self.num_workers} asked for {request.verb} {key} twice")
             here[rank] = request
-            if len(here) < self.num_workers:
+            if len(here) < len(ranks):
                 return None
             del self._waiting[key]
-        return [here[r] for r in range(self.num_workers)]
+        return [here[r] for r in ranks]
 
     def lose(self, rank: int, reason: str) -> None:
         """A worker is gone: whoever waits for it is told."""
@@ -64,6 +69,17 @@ class Together:
             return {
                 k: sorted(set(range(self.num_workers)) - here.keys()) for k, here in self._waiting.items()
             }
+
+
+def some(head: Mapping[str, Any], num_workers: int) -> tuple[int, ...] | None:
+    """The workers among which a call is, if it says so (`of`): in the order of ranks, each once."""
+    told = head.get("of")
+    if told is None:
+        return None
+    ranks = tuple(told)
+    if not all(type(r) is int and 0 <= r < num_workers for r in ranks) or list(ranks) != sorted(set(ranks)):
+        raise UsageError(f"{ranks!r} are not workers of {num_workers}")
+    return ranks
 
 
 SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)

@@ -19,8 +19,9 @@ from echelon.errors import EchelonError, Late
 from echelon.ps.link import Link
 from echelon.ps.pending import Pending, Reply, again
 
-WINDOW_BYTES = 6 << 20
-"""Under way to one server, and back."""
+WINDOW_BYTES = 3 << 20
+"""Under way to one server, and back. Less does not fill the queues of a link; more only lets the fastest worker run further ahead, and at
+the end of a step all of it is still to come back, while nothing is left to send."""
 
 VERB = "train.sum"
 

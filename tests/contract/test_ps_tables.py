@@ -11,6 +11,7 @@ import torch
 
 import echelon
 from echelon.errors import LinkLost, UsageError, WorldError
+from echelon.ps import memory
 from echelon.ps.client import SERVE, Client
 from echelon.ps.host import Host
 from echelon.ps.tables import PIECE_BYTES, Tables
@@ -135,6 +136,67 @@ def test_values_come_back_in_the_kind_and_the_memory_that_was_given():
         assert weight.eq(-1).all()
         assert client.push("tensor", torch.ones(2, 3)).wait() is None
         assert isinstance(client.pull("tensor").wait(), torch.Tensor)
+
+
+def test_an_answer_is_its_own_memory_which_comes_back_when_nothing_views_it_any_more():
+    numel = 300_000
+    with servers(1) as (address, _), connect(address) as client:
+        client.create("w", torch.zeros(numel), lr=1.0)
+        arena = client._links[0]._arena
+        kept = [client.push_pull("w", torch.ones(numel)).wait() for _ in range(4)]
+        assert [float(x[-1]) for x in kept] == [
+            -1.0,
+            -2.0,
+            -3.0,
+            -4.0,
+        ]  # later answers leave earlier ones alone
+        assert all(arena.find(x.data_ptr(), x.nbytes) for x in kept)
+        ends = [x[-10:] for x in kept]
+        del kept
+        for _ in range(4):
+            client.push_pull("w", torch.ones(numel)).wait()
+        assert [float(x[0]) for x in ends] == [-1.0, -2.0, -3.0, -4.0]  # a view holds the whole
+        held, ends = arena.num_bytes, []
+        for _ in range(50):
+            client.push_pull("w", torch.ones(numel)).wait()
+        assert arena.num_bytes == held
+        last = client.pull("w").wait()
+    assert float(last.sum()) == -58.0 * numel  # also behind the client's end
+    assert float(last.zero_().sum()) == 0.0
+
+
+def test_a_strided_out_is_filled_by_the_clients_wait_also_where_the_answer_came_before_it():
+    with servers(1) as (address, _), connect(address) as client:
+        client.create("w", torch.ones(40, 30))
+        out = torch.zeros(30, 40).t()
+        work = client.pull("w", out)
+        client.pull("w").wait()
+        assert work.done
+        client.wait()
+        assert torch.equal(out, torch.ones(40, 30))
+
+
+def test_who_keeps_very_many_answers_gets_ordinary_memory_for_them(monkeypatch):
+    numel = 100_000
+    monkeypatch.setattr(memory, "LENT_BYTES", 3 * numel * 4)
+    with servers(1) as (address, _), connect(address) as client:
+        client.create("w", torch.ones(numel))
+        arena = client._links[0]._arena
+        kept = [client.pull("w").wait() for _ in range(5)]
+        assert [arena.find(x.data_ptr(), x.nbytes) is not None for x in kept] == [True] * 3 + [False] * 2
+        assert all(torch.equal(x, torch.ones(numel)) for x in kept)
+
+
+def test_an_answer_that_is_pushed_again_and_let_go_stays_until_it_was_taken():
+    numel = 1_000_000
+    with servers(1) as (address, _), connect(address) as client:
+        client.create("w", torch.ones(numel), lr=1.0)
+        client.create("v", torch.zeros(numel), lr=1.0)
+        for _ in range(8):
+            client.push("w", client.pull("w").wait())  # nobody holds it from here on
+            client.push_pull("v", torch.full((numel,), 7.0))
+        client.wait()
+        assert torch.equal(client.pull("w").wait(), torch.zeros(numel))
 
 
 def test_buffers_travel_without_a_copy_and_count_the_same():

@@ -295,11 +295,16 @@ def tracks_and_prepares(run):
     assert (back[1].batch_size, len(back[1])) == (5, 5)
     assert run.prepare(model) is model
     assert list(run.epochs(3)) == [0, 1, 2]
+    torch.manual_seed(5)
+    plain = nn.Linear(3, 3), nn.Linear(3, 3), torch.rand(1)
+    torch.manual_seed(5)
     with run.build():
         a = nn.Linear(3, 3)
     with run.build():
         b = nn.Linear(3, 3)
-    assert torch.equal(a.weight, b.weight)
+    assert torch.equal(a.weight, plain[0].weight)
+    assert torch.equal(b.weight, plain[1].weight)
+    assert torch.equal(torch.rand(1), plain[2])
 
 
 @check()

@@ -240,8 +240,8 @@ def test_a_missing_key_names_the_nearest(folder):
 
 
 def test_a_newer_format_says_so(folder):
-    edit(folder, lambda plain: plain.update(format=2))
-    says("has format 2", open_saved, folder)
+    edit(folder, lambda plain: plain.update(format=3))
+    says("has format 3", open_saved, folder)
 
 
 def rename(plain, name):

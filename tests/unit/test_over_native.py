@@ -133,3 +133,24 @@ def test_waiting_again_gives_the_same_outcome_and_a_lost_group_stays_lost():
         assert isinstance(lost, Lost)
         assert lost.reason == "enough"
         assert isinstance(b.all_reduce(x).wait(Deadline.after(SOON_S)), Lost)
+
+
+def test_a_message_of_another_size_is_told_to_a_rank_that_has_long_been_waiting_for_it():
+    """Who rests looks once more after it was woken: by then the message was found not to fit, and has no place to go."""
+    with groups() as (a, b):
+        waits = threading.Event()
+        outcomes = []
+
+        def waiter():
+            work = b.recv(torch.zeros(5), 0, 3)
+            waits.set()
+            outcomes.append(work.wait(Deadline.after(SOON_S)))
+
+        def sender():
+            waits.wait(SOON_S)
+            time.sleep(0.05)
+            a.send(torch.zeros(9), 1, 3)
+
+        at_once(waiter, sender)
+        assert isinstance(outcomes[0], Lost)
+        assert "rank 0 sent 36 bytes (tag 3) to a recv of 20 bytes" in outcomes[0].reason

@@ -72,6 +72,10 @@ def test_precedence():
         ("allreduce,update=local", "goes with ps"),
         ("ps,apply=server,replicas=2", "one copy of what a server holds, or none"),
         ("ps,replicas=1", "servers hold something"),
+        ("level=2", "level goes with sharded"),
+        ("pipeline=3+1,data=2", "how many workers each stage has"),
+        ("sharded,compress=int8", "gradients are sent as they are"),
+        ("ps,apply=server,pipeline=2", "with tensor or pipeline it is split"),
     ],
 )
 def test_mistakes_teach(text, said):
@@ -82,9 +86,7 @@ def test_mistakes_teach(text, said):
 @pytest.mark.parametrize(
     "text",
     [
-        "sharded",
-        "tensor=2",
-        "pipeline=2",
+        "auto",
         "slices=8",
     ],
 )

@@ -1,0 +1,114 @@
+"""What the training of a script's own models and optimizers takes in memory: counted from their shapes, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import NoRoom
+from echelon.mesh import limits, memory
+from echelon.mesh.memory import Have, Tight, TooLarge, Training
+from echelon.strategy import Strategy
+
+
+def training(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], ema: bool = False
+) -> Training:
+    """Bytes of these models in training. Optimizers that are not torch's own count for nothing: what is said is the least."""
+    models = list(models)
+    params = {id(p): p for model in models for p in model.parameters()}
+    buffers = {id(b): b for model in models for b in model.buffers()}
+    layers = (
+        sum(_bytes(p) for p in module.parameters(recurse=False)) for m in models for module in m.modules()
+    )
+    whole = sum(map(_bytes, params.values()))
+    return Training(
+        parameters=whole,
+        gradients=sum(_bytes(p) for p in params.values() if p.requires_grad),
+        state=int(sum(_state(optimizer) for optimizer in optimizers)),
+        other=sum(map(_bytes, buffers.values())) + whole * ema,
+        largest=max(layers, default=0),
+    )
+
+
+def require_room(found: Training, strategy: Strategy, workers: int, have: Have | None, base: int = 0) -> str:
+    """Raises NoRoom when this cannot fit a worker, with what is missing and what would fit: before the kernel kills it for that.
+
+    Gives a warning, or "", where it only may not fit."""
+    if have is None:
+        return ""
+    split = memory.split_of(strategy, workers)
+    verdict = memory.judge(found, split, have, workers, str(strategy), base)
+    if isinstance(verdict, TooLarge):
+        raise NoRoom(verdict.message, remedy=verdict.remedy)
+    return verdict.message if isinstance(verdict, Tight) else ""
+
+
+def base(models: Iterable[nn.Module], device: torch.device) -> int:
+    """Bytes that this process has without these models, where they lie."""
+    if device.type != "cpu":
+        return 0
+    made = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if not hasattr(t, "fake_mode")}
+    return max(0, limits.held() - sum(map(_bytes, made.values())))
+
+
+def room(device: torch.device, run: str) -> Have | None:
+    """What a worker may use where its model lies."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return Have(torch.cuda.get_device_properties(device).total_memory, f"the memory of {device} ({name})")
+    return limits.have(run) if device.type == "cpu" else None
+
+
+class Saved:
+    """Around a forward: the bytes that it keeps for its backward. Parameters and what shares their memory are not counted.
+
+    Every kept tensor costs some microseconds of Python meanwhile: meant for one step."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._own = {t.untyped_storage().data_ptr() for m in models for t in (*m.parameters(), *m.buffers())}
+        self._seen: dict[int, int] = {}
+        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._seen.values())
+
+    def __enter__(self) -> Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, where)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self._seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _state(optimizer: torch.optim.Optimizer) -> float:
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        return 0.0
+    return sum(
+        memory.state_copies(kind.__name__, group) * _bytes(p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    )

@@ -1,0 +1,1 @@
+"""The form `sharded`: optimizer state, gradients and parameters split over the workers."""

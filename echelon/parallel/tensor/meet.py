@@ -1,0 +1,169 @@
+"""What passes between the workers that share a layer: four functions, each the backward of another.
+
+    copy    the same tensor on every rank; in backward the gradients of all ranks are added
+    add     every rank's part is added; in backward each gets the whole gradient
+    gather  every rank's stretch of a dimension, in the order of ranks; in backward each keeps its own stretch
+    cut     this rank's stretch; in backward the stretches are gathered
+
+Outside of layers that are split, activations and their gradients are the same on all ranks; what these do keeps that true. All
+ranks call the same ones in the same order. A lost peer is told to `lost`; the tensor is of no use then, and the step is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon import activity
+from echelon.clock import Deadline
+from echelon.comm.group import Group, Lost, Outcome
+from echelon.errors import UsageError
+from echelon.parallel.tensor.pieces import dealt
+
+MEETING_LIMIT_S = 1800.0
+
+
+_by_itself = [0]
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """Inside, nobody is asked: layers are run to see how long they take, and only here."""
+    _by_itself[0] += 1
+    try:
+        yield
+    finally:
+        _by_itself[0] -= 1
+
+
+def shape_only(x: Tensor) -> bool:
+    """Numbers do not matter, and nobody is asked for them. Tensors with which a forward is recorded are known by their type's name, as
+    importing it is slow."""
+    return _by_itself[0] > 0 or type(x).__name__ == "FakeTensor"
+
+
+class Axis:
+    """The ranks that share layers, and who is told when one is lost. Copies of a model share it."""
+
+    def __init__(self, group: Group, lost: Callable[[Outcome], None], streams: bool = True) -> None:
+        self.group, self.lost, self.streams = group, lost, streams
+        self.rank, self.size = group.rank, group.size
+        self.passes = 0
+        """Forwards of the model so far."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "this model is split over workers, and pickling it would write one worker's pieces",
+            remedy="run.save(path) writes the whole model as a plain state dict.",
+        )
+
+    def next_pass(self, module: object, args: object) -> None:
+        """The model's forward begins: a hook."""
+        self.passes += 1
+
+    @activity.named("a layer that several workers share")
+    def sum(self, x: Tensor) -> Tensor:
+        """x becomes the sum over ranks, in place."""
+        if shape_only(x):
+            return x
+        self._wait(self.group.all_reduce(x).wait(Deadline.after(MEETING_LIMIT_S)))
+        return x
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over ranks in memory of its own: for gradients of whole parameters that each rank uses for a part of the features."""
+        return self.sum(x.detach().clone(memory_format=torch.contiguous_format))
+
+    def max(self, x: Tensor) -> Tensor:
+        """x becomes the largest over ranks, in place."""
+        self._wait(self.group.all_reduce(x, "max").wait(Deadline.after(MEETING_LIMIT_S)))
+        return x
+
+    @activity.named("a layer that several workers share")
+    def gathered(self, x: Tensor, dim: int, units: int) -> Tensor:
+        """The stretches of dimension `dim`, dealt in `units`, of all ranks."""
+        each = x.shape[dim] // (dealt(units, self.size, self.rank)[1] - dealt(units, self.size, self.rank)[0])
+        sizes = [
+            each * (last - first) for first, last in (dealt(units, self.size, r) for r in range(self.size))
+        ]
+        mine = x.movedim(dim, 0)
+        if sizes[0] > mine.shape[0]:  # pieces of one size travel
+            mine = torch.cat([mine, mine.new_zeros(sizes[0] - mine.shape[0], *mine.shape[1:])])
+        mine = mine.contiguous()
+        out = torch.empty(self.size, *mine.shape, dtype=x.dtype, device=x.device)
+        if not shape_only(x):
+            self._wait(self.group.all_gather(out, mine).wait(Deadline.after(MEETING_LIMIT_S)))
+        whole = torch.cat([out[r, :size] for r, size in enumerate(sizes)])
+        return whole.movedim(0, dim).contiguous()
+
+    def _wait(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Lost):
+            self.lost(outcome)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Add.apply(grads[0], ctx.axis), None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.sum(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Copy.apply(grads[0], ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, units: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.units = axis, dim, units
+        return axis.gathered(x, dim, units)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Cut.apply(grads[0], ctx.axis, ctx.dim, ctx.units), None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, units: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.units = axis, dim, units
+        first, last = dealt(units, axis.size, axis.rank)
+        each = x.shape[dim] // units
+        return x.narrow(dim, first * each, (last - first) * each).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Gather.apply(grads[0].contiguous(), ctx.axis, ctx.dim, ctx.units), None, None, None
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    return _Copy.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def add(x: Tensor, axis: Axis) -> Tensor:
+    return _Add.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, axis: Axis, dim: int, units: int) -> Tensor:
+    return _Gather.apply(x, axis, dim, units)  # type: ignore[no-any-return]
+
+
+def cut(x: Tensor, axis: Axis, dim: int, units: int) -> Tensor:
+    return _Cut.apply(x, axis, dim, units)  # type: ignore[no-any-return]

@@ -1,0 +1,215 @@
+"""What the form `sharded` makes of the models and optimizers of a run: levels 2 and 3 split the model, level 1 deals the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.comm.alone import AloneGroup
+from echelon.errors import StrategyError, UsageError
+from echelon.mesh.layout import Placed
+from echelon.parallel.buckets import MIB
+from echelon.parallel.sharded import owners
+from echelon.parallel.sharded.owned import Owned
+from echelon.parallel.sharded.parts import Parts
+from echelon.strategy import Strategy
+
+if TYPE_CHECKING:
+    from echelon.build import World
+    from echelon.comm.group import Group
+    from echelon.parallel.gradsync import Split
+    from echelon.parallel.sharded.sync import ShardedSync
+    from echelon.parallel.wire import Traffic
+    from echelon.prepare.optimizer import PreparedOptimizer
+
+
+class Sharding:
+    """One a run; without the form, or with nobody to share with, it leaves everything as it is."""
+
+    def __init__(
+        self, strategy: Strategy, world: World, lies: Split, placed_state: dict[int, Placed]
+    ) -> None:
+        self.lies, self.placed, self.placed_state = lies, lies.placed, placed_state
+        self._mesh: Any = None
+        self.strategy, self.world = strategy, world
+        ranks = world.mesh.replicas(world.rank)
+        wanted = strategy.form == "sharded" and len(ranks) > 1
+        self.level = strategy.level if wanted else 0
+        if wanted and strategy.shard_workers and len(ranks) % strategy.shard_workers:
+            raise StrategyError(
+                f"shard_workers={strategy.shard_workers} does not divide the {len(ranks)} workers that have a copy of the model",
+                remedy=f"Use a divisor of {len(ranks)}, or 0 for one copy among all of them.",
+            )
+        self.sets = owners.sets(ranks, strategy.shard_workers if self.level > 1 else 0)
+        self.syncs: list[ShardedSync] = []
+        self.owned: Owned | None = None
+        self.optimizers: list[PreparedOptimizer] = []
+        self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.whole_bytes = self.split_bytes = self.root_bytes = 0
+
+    @property
+    def splits(self) -> bool:
+        """Do models lie in parts?"""
+        return self.level > 1 and len(self.sets[0]) > 1
+
+    # -- models --------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module, known: set[int]) -> None:
+        """Raises for a model that cannot be split; before anything is changed."""
+        if self.splits and any(id(p) in self.placed for p in model.parameters()):
+            raise UsageError(
+                "this model holds parameters of another one that was split before",
+                remedy="Put both into one module and prepare that, or use level=1: there models stay whole.",
+            )
+        if self.splits and any(id(p) in known for p in model.parameters()):
+            raise UsageError(
+                "this model's parameters were prepared before it, with their optimizer",
+                remedy="Give prepare() the model first, or both in one call: a sharded model's parameters are made anew.",
+            )
+
+    def model(self, model: nn.Module, sparse: set[int], known: set[int]) -> ShardedSync | None:
+        """Splits a model that is equal on all ranks, in place; gives how its gradients meet. None where it stays whole."""
+        if not self.splits:
+            return None
+        from echelon.parallel.sharded import split
+        from echelon.parallel.sharded.carry import Carrier
+        from echelon.parallel.sharded.sync import ShardedSync
+        from echelon.prepare.model import names
+
+        world, mine = self.world, next(s for s in self.sets if self.world.rank in s)
+        made = split.split(
+            model,
+            self._device_mesh(mine),
+            level=self.level,
+            unit_bytes=int(self.strategy.wrap_mib * MIB),
+            sparse=sparse,
+            known=known,
+        )
+        self.whole_bytes += sum(p.nbytes for p in made.whole)
+        if not made.units:
+            return None
+        self.replaced |= made.replaced
+        for i, shape in made.shapes.items():
+            self.placed[i] = owners.placed(shape, self.sets, world.rank)
+        at = mine.index(world.rank)
+        ranks = world.mesh.replicas(world.rank)
+        group = world.gradients if not self.syncs else world.groups.make(ranks=ranks)
+        shards = world.groups.make("shards", mine)
+        alike = [s[at] for s in self.sets]
+        replicas = world.groups.make("copies", alike) if len(alike) > 1 else AloneGroup(world.device)
+        carrier = Carrier(shards, replicas)
+        sync = ShardedSync(made.units, names(model), group, carrier, world.device)
+        self.split_bytes += sum(_bytes(p.held) for p in sync.pieces)
+        outermost = split.groups_of(made.units[-1])
+        self.root_bytes += sum(_bytes(held) for part in outermost for held in part.fsdp_params)
+        self.syncs.append(sync)
+        _watch_zero_grad(model, sync)
+        return sync
+
+    def _device_mesh(self, ranks: list[int]) -> Any:
+        from echelon.parallel.sharded import split
+
+        if self._mesh is None:
+            self._mesh = split.device_mesh(ranks, self.world.size, self.world.device)
+            self.lies.group = self.world.groups.make("norms", ranks)
+        return self._mesh
+
+    def own(self, params: list[tuple[str, nn.Parameter, bool]], group: Group, traffic: Traffic) -> None:
+        """Level 1: who has the optimizer state of these parameters. They are stepped by their owner, and met by all."""
+        if self.level != 1 or not params:
+            return
+        chosen = owners.owners([p.nbytes for _, p, _ in params], group.size)
+        ranks = self.world.mesh.replicas(self.world.rank)
+        self.split_bytes += sum(p.nbytes for _, p, _ in params)
+        if self.owned is None:
+            self.owned = Owned(group, {}, traffic)
+            for prepared in self.optimizers:
+                prepared.owned = self.owned
+        for (_, param, _), owner in zip(params, chosen, strict=True):
+            self.owned.owner[id(param)] = owner
+            self.placed_state[id(param)] = owners.placed_state(
+                tuple(param.shape), ranks[owner], self.world.rank
+            )
+
+    # -- optimizers ----------------------------------------------------------------------------------------------
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before it is prepared: it steps what the model has now."""
+        if not self.level:
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS takes all parameters as one vector, and under `sharded` no worker has all of them, or all of their state",
+                remedy="Use --strategy allreduce with it, or another optimizer.",
+            )
+        if self.replaced:
+            from echelon.parallel.sharded import split
+
+            split.repoint(optimizer, self.replaced)
+
+    def adopted(self, prepared: PreparedOptimizer) -> None:
+        """Once it is prepared."""
+        self.optimizers.append(prepared)
+        if self.owned is not None:
+            prepared.owned = self.owned
+            self.owned.drop_state(prepared.optimizer)
+        if self.splits:
+            prepared.parts = Parts(prepared.optimizer)
+
+    def reshard(self) -> None:
+        """Parameters have changed: what a forward gathered before is of no use."""
+        for sync in self.syncs:
+            sync.reshard()
+
+    # -- told ----------------------------------------------------------------------------------------------------
+
+    def lines(self) -> list[str]:
+        """What is split, and what a step sends, for the first lines of a run."""
+        if not self.level or not (self.syncs or self.owned):
+            return []
+        what = {
+            1: "optimizer state",
+            2: "gradients and optimizer state",
+            3: "parameters, gradients and optimizer state",
+        }
+        workers = len(self.sets[0])
+        copies = f", {len(self.sets)} copies" if len(self.sets) > 1 else ""
+        units = sum(len(sync.units) for sync in self.syncs)
+        detail = f"level {self.level}" + (f", {units} unit{'s' * (units > 1)}" if units else "") + copies
+        whole = f" · {self.whole_bytes / MIB:.1f} MiB stay whole" if self.whole_bytes else ""
+        return [
+            f"{what[self.level]} split over {workers} workers ({detail}){whole}",
+            f"a step sends about {self.step_bytes() / MIB:.1f} MiB a worker",
+        ]
+
+    def step_bytes(self) -> int:
+        """Bytes that a rank sends in one step of one micro-batch: predicted from the sizes alone, each message as a ring sends it."""
+        ranks, copies, size = len(self.sets[0]), len(self.sets), self.split_bytes
+        each = (ranks - 1) * size // ranks
+        if self.level == 1:
+            return 2 * each + size // ranks
+        again = (
+            size - self.root_bytes if self.level == 3 else 0
+        )  # what is outermost is needed at once again, and kept
+        return 2 * each + (ranks - 1) * again // ranks + 2 * (copies - 1) * (size // ranks) // copies
+
+
+def _watch_zero_grad(model: nn.Module, sync: ShardedSync) -> None:
+    from echelon.prepare.model import Override
+
+    def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(set_to_none: bool = True) -> None:
+            sync.zero(set_to_none)
+            inner(set_to_none=set_to_none)
+
+        return zero_grad
+
+    Override(model, "zero_grad", wrap)
+
+
+def _bytes(held: object) -> int:
+    param = held.sharded_param  # type: ignore[attr-defined]
+    return int(param.numel() * param.element_size())

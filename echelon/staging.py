@@ -1,0 +1,52 @@
+"""What becomes of everything that was prepared when a model is cut into stages: a rank forgets what was of the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from echelon.parallel.allreduce import AllReduceSync
+from echelon.parallel.gradsync import GradSync
+from echelon.parallel.tensor import meet
+from echelon.piped import Around
+from echelon.prepare import model as models
+
+if TYPE_CHECKING:
+    from echelon.prepared import Prepared
+
+
+def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]]) -> Around:
+    """What a pipeline asks once it is known where the model with these parameters is cut."""
+
+    def here(tensor: Tensor) -> bool:
+        placed = prepared.placed.get(id(tensor))
+        return placed is None or bool(placed.runs)
+
+    def staged(model: nn.Module) -> GradSync:
+        if id(model) in prepared.later:
+            prepared.later.pop(id(model)).make(here)
+        mine = [entry for entry in params if here(entry[1])]
+        index = prepared.models.index(model)
+        for name, buffer in models.unwrapped(model).named_buffers():
+            full = f"model{index}/" * (index > 0) + models.plain_name(name)
+            prepared.placed_buffers[full] = prepared.placed.pop(id(buffer))
+        for optimizer in prepared.machine.optimizers:
+            state = optimizer.optimizer.state
+            for param in [p for p in state if isinstance(p, Tensor) and not here(p)]:
+                del state[param]
+        average = prepared.averages.get(id(model))
+        if average is not None:
+            average.drop([p for p in average.live if not here(p)])
+        sync: AllReduceSync = prepared.add_sync(mine)
+        prepared.sharding.own(mine, sync.group, sync.wire.traffic)
+        return sync
+
+    @contextlib.contextmanager
+    def by_itself() -> Iterator[None]:
+        with prepared.norms.by_itself(), meet.by_itself():
+            yield
+
+    return Around(prepared.placed, staged, by_itself, lambda lines: prepared.say(lines))

@@ -1,0 +1,160 @@
+"""Every model under every mesh of a tensor axis, in one launch. Started by `echelon run`.
+
+shared.py OUT MESH…   a mesh is `tensor=4`, `data=2,tensor=2` or `tensor=2,pipeline=2,microbatches=2`
+Each rank writes what it holds of every parameter and where that lies in the whole.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import echelon
+from echelon import build, faults
+from echelon import strategy as strategies
+from echelon.errors import Preempted
+from echelon.run import Run
+from tests.equality import shared_zoo as zoo
+from tests.equality.zoo import mean_ce
+
+STOP = 3
+
+
+class Runs:
+    """Runs of several meshes in one launch."""
+
+    def __init__(self, first, folder):
+        self.first, self.folder, self.number = first, folder, 0
+        self.worlds = {}
+
+    def make(self, mesh, folder="", **fields):
+        first, strategy = self.first, strategies.merge(strategies.parse(mesh) | fields)
+        if mesh not in self.worlds:
+            self.worlds[mesh] = build.arrange(first.world.groups, first.place, strategy)
+        place = dataclasses.replace(first.place, run_dir=self.folder / folder) if folder else first.place
+        run = Run(place, strategy, first.member if folder else None, first.emit, world=self.worlds[mesh])
+        self.number += 1
+        if folder:
+            run.keeping.saver._number = (
+                1000 * self.number
+            )  # its words on the coordinator's board are used once
+        return run
+
+
+def held(run, model):
+    """name -> (what is here, the whole's shape, its runs)"""
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        placed = run.prepared.placed.get(id(tensor)) or run.prepared.placed_buffers.get(name)
+        shape = placed.shape if placed else tuple(tensor.shape)
+        runs = [(r.start, r.length, r.period, r.count) for r in placed.runs] if placed else None
+        found[name] = tensor.detach().clone(), shape, runs
+    return found
+
+
+def train(run, kind, optimizer, *, steps=False):
+    model, dataset = zoo.make(kind)
+    opt, clip = zoo.optimizer_for(optimizer, model)
+    model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))
+    for _ in run.epochs(zoo.EPOCHS):
+        for batch in loader:
+            if steps:
+                run.step(mean_ce, zoo.inputs(batch), clip_norm=clip)
+                continue
+            x, y = zoo.inputs(batch)
+            mean_ce(model(*x), y).backward()
+            if clip and kind == "gpt":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            elif clip:
+                run.clip_grad_norm(model, clip)
+            opt.step()
+            opt.zero_grad()
+    return model, opt, dataset
+
+
+def cell(run, kind, optimizer, **options):
+    model, opt, dataset = train(run, kind, optimizer, **options)
+    here = sum(p.numel() for p in model.parameters())
+    state = sum(t.numel() for s in opt.state.values() for t in s.values() if t.dim())
+    said = {"held": held(run, model), "lines": run.prepared.shared[id(model)].lines()}
+    said |= {"here": here, "state": state, "lost": run.machine.counters.lost_steps}
+    said["loss"] = run.evaluate(model, zoo.loader_for(dataset), loss)
+    said["outputs"] = zoo.outputs(model, dataset)
+    return said
+
+
+def loss(model, batch):
+    x, y = zoo.inputs(batch)
+    return {"loss": (mean_ce(model(*x), y) * len(y), len(y))}
+
+
+def stopped(runs, mesh, folder, **fields):
+    """Trains until step STOP, and is asked to stop there: there is a checkpoint."""
+    run = runs.make(mesh, folder, **fields)
+    run.prepared.stop_wanted = lambda: run.global_step + 1 >= STOP
+    try:
+        train(run, "resnet", "adamw")
+    except Preempted:
+        run.keeping.close()
+        return
+    raise AssertionError("was not stopped")
+
+
+def resumed(runs, mesh, source, folder, **fields):
+    run = runs.make(mesh, folder, **fields)
+    assert run.resume(runs.folder / source) == STOP
+    model, *_ = train(run, "resnet", "adamw")
+    run.keeping.close()
+    return {"held": held(run, model)}
+
+
+def plain_cells(runs, mesh, said):
+    for kind, optimizer in zoo.cells(mesh):
+        fields = {"tensor_plan": zoo.PLANS[kind]} if kind in zoo.PLANS else {}
+        said[mesh, kind, optimizer] = cell(runs.make(mesh, **fields), kind, optimizer)
+    for step in (1, 3, 4):
+        faults.lose(step=step, optimizer=0)
+    said[mesh, "lost"] = cell(runs.make(mesh), "two", "adamw")
+    faults.clear()
+    run = runs.make(mesh)
+    said[mesh, "run.step"] = cell(run, "two", "adamw", steps=True)
+    run.save(runs.folder / f"saved-{mesh}")
+
+
+def saved_cells(runs, mesh, said):
+    plan = {"tensor_plan": zoo.PLANS["resnet"]}
+    stopped(runs, mesh, f"{mesh}-split", **plan)
+    stopped(runs, "", f"{mesh}-whole")
+    said[mesh, "split from split"] = resumed(runs, mesh, f"{mesh}-split", f"{mesh}-1", **plan)
+    said[mesh, "whole from split"] = resumed(runs, "", f"{mesh}-split", f"{mesh}-2")
+    said[mesh, "split from whole"] = resumed(runs, mesh, f"{mesh}-whole", f"{mesh}-3", **plan)
+
+
+def staged_cells(runs, mesh, said):
+    """A pipeline too: run.step is the way."""
+    for kind in zoo.STAGED:
+        fields = {"tensor_plan": zoo.PLANS[kind]} if kind in zoo.PLANS else {}
+        run = runs.make(mesh, **fields)
+        model, *_ = train(run, kind, "adamw", steps=True)
+        said[mesh, kind, "adamw"] = {"held": held(run, model)}
+
+
+def main():
+    torch.set_num_threads(1)
+    out, meshes = Path(sys.argv[1]), sys.argv[2:]
+    first = echelon.init()
+    runs, said = Runs(first, out), {}
+    for mesh in meshes:
+        if "pipeline" in mesh:
+            staged_cells(runs, mesh, said)
+            continue
+        plain_cells(runs, mesh, said)
+        if mesh != "tensor=4":
+            saved_cells(runs, mesh, said)
+    torch.save(said, out / f"rank-{first.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
