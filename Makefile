@@ -43,7 +43,7 @@ demo: setup ## one script on 1, 2 and 4 workers, and the same result
 	@$(PY) examples/demo.py
 
 test: setup ## the stated sample of the tests: all but those marked slow, about 27 minutes on 2 cores
-	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
+	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile --reruns 1 -rsR --durations 15
 
 test-all: setup ## every test
 	@$(PY) -m pytest

@@ -217,6 +217,16 @@ def wait_for_nothing(folder: Path, before: set[str], timeout_s: float) -> float:
     return time.monotonic() - start
 
 
+def stand_still(pid: int, timeout_s: float = 10.0) -> None:
+    """SIGSTOP, and back once it took effect: until then other threads of the process go on."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + timeout_s
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
 def _command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.conftest import segments, wait_for_nothing
+from tests.conftest import segments, stand_still, wait_for_nothing
 from tests.equality.killing import Killer
 from tests.flows.test_apart import SCRIPT, _seen
 from tests.flows.test_servers import processes
@@ -57,7 +57,7 @@ def test_both_copies_at_once_is_an_honest_stop(start_run):
     running.until(killer.whole, 60)
     pids = [processes(running.run_dir)["server", rank]["pid"] for rank in range(2)]
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stand_still(pid)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
@@ -77,7 +77,7 @@ def test_a_copy_that_stands_still_is_done_without_and_filled_when_it_goes_on(sta
     running, killer = begun(start_run, "ps,apply=server,stuck_s=60", "60")
     running.until(killer.whole, 60)
     pid = processes(running.run_dir)["server", 1]["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     time.sleep(5)
     os.kill(pid, signal.SIGCONT)
     result = running.wait(200)

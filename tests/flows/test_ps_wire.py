@@ -26,7 +26,7 @@ from echelon.errors import LinkLost
 from echelon.ps import frame
 from echelon.ps.client import SERVE
 from echelon.ps.reach import Address, unix_name
-from tests.conftest import ROOT
+from tests.conftest import ROOT, stand_still
 from tests.flows.live_ps import LivePs, live_ps
 from tests.flows.test_fuzz import hostile
 
@@ -331,7 +331,7 @@ def test_a_stopped_server_is_late_and_then_answers():
 
     with live_ps() as live, live.client() as client:
         client.create("w", torch.zeros(3), lr=1.0)
-        os.kill(live.process.pid, signal.SIGSTOP)
+        stand_still(live.process.pid)
         work = client.push_pull("w", torch.ones(3))
         with pytest.raises(Late):
             work.wait(0.3)

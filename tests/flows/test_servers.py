@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, Running, environment, segments, wait_for_nothing
+from tests.conftest import ROOT, Running, environment, segments, stand_still, wait_for_nothing
 from tests.flows.netns import network
 from tests.flows.site import Site, at, ends, shown
 
@@ -294,7 +294,7 @@ def test_a_stopped_server_is_named_and_the_run_goes_on_when_it_does(start_run):
     running = start_run(WAIT, options=(*PS, "--set", "stuck_s=60"))
     up(running)
     pid = running.pid("server", 1)
-    os.kill(pid, signal.SIGSTOP)
+    stand_still(pid)
     stopped = time.monotonic()
     running.until(lambda: running.shows(f"(pid {pid}) is stopped"), 40)
     assert time.monotonic() - stopped < 25
