@@ -183,7 +183,7 @@ class Piped:
     @property
     def overlaps(self) -> bool:
         """Gradients leave during the last backward: not where others of this rank come later, or another rank has the last."""
-        return self.strategy.schedule in ("1f1b", "gpipe") and len(set(self.strategy.widths)) == 1
+        return self.strategy.schedule in ("1f1b", "gpipe") and not self.strategy.wide
 
     def _begin(self, share: Share) -> None:
         if self._share is not share:
