@@ -222,6 +222,7 @@ def cut(strategy: Strategy, world: World) -> Cut:
         rank=part,
         size=parts,
         accumulate=strategy.accumulate,
-        microbatches=strategy.microbatches if strategy.stages == 1 else 1,  # a pipeline cuts by itself
+        microbatches=strategy.microbatches if strategy.stages == 1 else 1,
+        together=1 if strategy.stages == 1 else strategy.microbatches,  # a pipeline cuts by itself
         per_worker=strategy.batch == "per-worker",
     )

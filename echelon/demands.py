@@ -108,10 +108,26 @@ def divided(strategy: Strategy) -> None:
         f"{strategy}: servers that hold the weights hold a whole model, and with tensor or pipeline it is split",
         "Use ps with apply=worker, where servers sum gradients, or leave tensor and pipeline out.",
     )
+    wide(strategy)
+
+
+def wide(strategy: Strategy) -> None:
+    """Pipelines whose stages have several workers. Nothing that a script adds makes these right: asked before anything starts."""
+    if not strategy.wide:
+        return
+    data = max(1, strategy.data)
+    more = "+".join(str(width * data) for width in strategy.widths)
     _need(
-        len(set(strategy.widths)) == 1 or (strategy.tensor == 1 and strategy.data in (0, 1)),
+        strategy.data in (0, 1) and strategy.tensor == 1,
         f"pipeline={strategy.pipeline} says how many workers each stage has, so data and tensor are 1",
-        "Leave them out; replicas of a stage share its micro-batches.",
+        f"The workers of a stage share its micro-batches as replicas would share batches: write pipeline={more}"
+        if data > 1 and strategy.tensor == 1
+        else f"Leave tensor out, or give every stage one worker: pipeline={strategy.stages},tensor={strategy.tensor}.",
+    )
+    _need(
+        strategy.schedule != "interleaved",
+        f"schedule=interleaved gives every worker several stages, and pipeline={strategy.pipeline} gives a stage several workers",
+        f"Write schedule=1f1b, gpipe or zero-bubble beside it, or pipeline={strategy.stages} with schedule=interleaved.",
     )
 
 

@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from echelon import activity
+from echelon import activity, build
 from echelon.build import World
 from echelon.clock import Deadline
+from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Lost, Met, Outcome
-from echelon.data import deal, tree
+from echelon.data import tree
 from echelon.errors import LoopError, PeerLost
 from echelon.mesh.layout import Placed
 from echelon.parallel.gradsync import GradSync, Share
-from echelon.parallel.pipeline import cut, measure, plan, sharing
-from echelon.parallel.pipeline.contract import Action, MicroBatch
+from echelon.parallel.norm import NormSync, Within
+from echelon.parallel.pipeline import cut, measure, plan, rows, sharing
+from echelon.parallel.pipeline.contract import Action, Before, MicroBatch
 from echelon.parallel.pipeline.dealer import Dealer
+from echelon.parallel.pipeline.moments import Moments
 from echelon.parallel.pipeline.placing import Seat, keep
 from echelon.parallel.pipeline.record import Record, Value, swap
 from echelon.parallel.pipeline.runtime import Ran, Runtime
@@ -53,6 +57,9 @@ class Around:
     staged: Callable[[nn.Module], GradSync]
     """Called once the other stages' parameters are gone: lets the gradients of the rest meet, and forgets what else was theirs."""
 
+    norms: NormSync
+    """What the model's BatchNorms ask."""
+
     by_itself: Callable[[], AbstractContextManager[None]]
     """Inside, layers that would ask other ranks (BatchNorm) do not."""
 
@@ -77,6 +84,8 @@ class Piped:
         self.made: cut.Cut | None = None
         self.sync: GradSync | None = None
         self.tied: Tied | None = None
+        self.moments: Moments | None = None
+        self.slices = build.cut(strategy, world).slices
         self.ran: Ran | None = None
         """What the last step took here."""
         self.calls = 0
@@ -123,7 +132,7 @@ class Piped:
         )
         for stage in self.stages.values():
             stage.begin([micro], catch)
-        self._through(orders, None)
+        self._through(orders, [self.machine.share])
         for stage in self.stages.values():
             stage.drop()
         record = self.records.of(args, kwargs)
@@ -157,15 +166,19 @@ class Piped:
         orders = self.dealer.orders(len(micros))
         mine = orders[self.world.pipe.rank]
         early = mine[-1] if self.overlaps else None
-        apart = replace(share, last=False, sums_to_one=False)
+        apart = [
+            replace(share, last=False, sums_to_one=False, counts=share.counts and m.counts) for m in micros
+        ]
         last = replace(share, sums_to_one=len(micros) == 1 and self.overlaps)
+        if early is not None:
+            last = replace(last, counts=apart[early.micro].counts)
         self._share = None
 
         def before(action: Action) -> None:
             if action.kind != "forward":
-                self._begin(last if action == early else apart)
+                self._begin(last if action == early else apart[action.micro])
 
-        ran = self._through(orders, before)
+        ran = self._through(orders, apart, before)
         self.sync.activity += 1  # a stage may have nothing to train, and was trained on
         if isinstance(ran, Ran):
             self.ran = ran
@@ -183,7 +196,7 @@ class Piped:
     @property
     def overlaps(self) -> bool:
         """Gradients leave during the last backward: not where others of this rank come later, or another rank has the last."""
-        return self.strategy.schedule in ("1f1b", "gpipe") and len(set(self.strategy.widths)) == 1
+        return self.strategy.schedule in ("1f1b", "gpipe") and not self.strategy.wide
 
     def _begin(self, share: Share) -> None:
         if self._share is not share:
@@ -201,7 +214,8 @@ class Piped:
         pipe = self.world.pipe
         told = torch.zeros(2 + pipe.size, dtype=torch.float64, device=self.world.device)
         for micro, loss in sorted(losses.items()):
-            told[0] += loss.double() * micros[micro].weight
+            if micros[micro].counts:
+                told[0] += loss.double() * micros[micro].weight
         told[2 + pipe.rank] = (self.ran and self.ran.per_micro) or 0.0
         if self._firsts()[self.num_stages - 1] == pipe.rank:
             told[1] = max((_DTYPES.index(loss.dtype) for loss in losses.values()), default=0)
@@ -212,31 +226,38 @@ class Piped:
         return told[0].to(_DTYPES[int(told[1])])
 
     def _micros(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> list[MicroBatch]:
-        """The part cut into micro-batches: what has a row for each sample is cut, what has not is given to all of them."""
-        found = tree.tensors(target) or tree.tensors((args, kwargs))
-        n = found[0].shape[0] if found and found[0].dim() else 1
-        pieces = max(1, min(self.strategy.microbatches, n))
-        mean = self.strategy.loss == "mean"
-
-        def cut_rows(whole: Any, lo: int, hi: int) -> Any:
-            def rows(t: Tensor) -> Tensor:
-                return t[lo:hi] if t.dim() and t.shape[0] == n and pieces > 1 else t
-
-            return tree.map_tree(rows, whole)
-
-        micros = []
-        for piece in range(pieces):
-            lo, hi = deal.part(n, piece, pieces)
-            inputs, given = cut_rows((args, dict(kwargs)), lo, hi), cut_rows(target, lo, hi)
-            micros.append(MicroBatch(inputs[0], inputs[1], given, (hi - lo) / n if mean else 1.0))
-        return micros
+        """The part cut into micro-batches: this worker's rows of each slice of the global batch, so that replicas have as many, and
+        what belongs together at the same time. Where the script made other rows of it, and of streams: in equal pieces."""
+        n, pieces = rows.count(args, kwargs, target), self.strategy.microbatches
+        loop = self.machine.current
+        part = loop.part if loop is not None else None
+        sizes = self.slices(part.micro) if part is not None else []
+        if part is None or (sum(sizes) != n and part.count):
+            some = min(pieces, n) if self.world.side.local else len(sizes) or pieces
+            sizes = rows.even(n, max(1, some))
+        return rows.cut((args, kwargs, target), n, sizes, self.strategy.loss == "mean")
 
     @activity.named("the pipeline")
-    def _through(self, orders: Orders, before: Callable[[Action], None] | None) -> Ran | Lost:
+    def _through(self, orders: Orders, shares: Sequence[Share], before: Before | None = None) -> Ran | Lost:
+        """All actions. `shares` of the micro-batches: what they count for in BatchNorm's moments."""
         self.calls += 1
-        ran = self.runtime.run(orders, self.stages, self.calls, Deadline.after(STEP_S), before)
+        assert self.moments is not None
+        self.moments.forget()
+        notes = [Within(share, partial(self.moments.note, micro)) for micro, share in enumerate(shares)]
+
+        def begin(action: Action) -> None:
+            self.around.norms.within = notes[action.micro]
+            if before is not None:
+                before(action)
+
+        deadline = Deadline.after(STEP_S)
+        try:
+            ran = self.runtime.run(orders, self.stages, self.calls, deadline, begin)
+        finally:
+            self.around.norms.within = None
         if isinstance(ran, Lost):
             self._note(ran)
+        self._note(self.moments.settle(deadline))
         return ran
 
     def _note(self, outcome: Outcome) -> None:
@@ -280,6 +301,10 @@ class Piped:
         self.sync = self.around.staged(self.model)
         self.sync.begin(self.machine.share)
         self.tied = self._tied(made)
+        device = self.world.device
+        self.moments = Moments(
+            self.model, self.world.gradients if mesh.widths else AloneGroup(device), device
+        )
         self.around.say([f"pipeline of {self.num_stages} stages: {made.reason}"])
 
     def _costs(self, record: Record, micro: MicroBatch, loss_fn: LossFn | None) -> list[int]:

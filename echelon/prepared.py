@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -345,6 +346,7 @@ class Prepared:
 
     def feed(self, loader: DataLoader[Any], trains: bool) -> Feed:
         cut = build.cut(self.strategy, self.world)
+        cut = cut if trains else replace(cut, together=1)  # nothing is cut in evaluations
         seed, side, device = self.strategy.seed, self.world.side, self.world.device
         deal = self.apart.feed() if self.apart is not None else None
         return Feed(loader, cut, seed, side, device, self.machine, self.trail, trains, deal)

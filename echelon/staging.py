@@ -49,4 +49,4 @@ def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]])
         with prepared.norms.by_itself(), meet.by_itself():
             yield
 
-    return Around(prepared.placed, staged, by_itself, lambda lines: prepared.say(lines))
+    return Around(prepared.placed, staged, prepared.norms, by_itself, lambda lines: prepared.say(lines))

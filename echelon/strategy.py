@@ -227,6 +227,11 @@ class Strategy:
         return len(self.widths)
 
     @property
+    def wide(self) -> bool:
+        """Some stage of the pipeline has several workers, which share its micro-batches."""
+        return max(self.widths) > 1
+
+    @property
     def splits_model(self) -> bool:
         """No worker keeps the whole model."""
         return (self.form == "sharded" and self.level > 1) or self.tensor > 1 or self.stages > 1

@@ -121,7 +121,7 @@ ROWS = {
     "pipeline: schedules are whole and cannot deadlock", "pipeline: the bubble, predicted",
     "pipeline: micro-batches dealt to unequal workers", "pipeline: every schedule equals one process",
     "pipeline: values that skip stages", "pipeline: over shared memory", "pipeline: a lost peer unwinds",
-    "pipeline: a message that is not due is an error with both sides",
+    "pipeline: a message that is not due is an error with both sides", "pipeline: garbage in messages",
     "pipeline: trained, evaluated, saved and resumed as anywhere", "equality of pipelines", "equality of pipelines with parameter servers", "lost steps of pipelines", "pipeline: a plain loop is told what to write",
     # models that one worker cannot hold
 

@@ -8,8 +8,8 @@ optimizer step. What travels through the loader is a list of Micro, whoever the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 G = TypeVar("G")
@@ -63,9 +63,27 @@ class Cut:
     first: int = 0
     every: int = 1
     """Only every n-th of the loader's batches, from this one on, is this worker's: where each takes whole ones by itself."""
+    together: int = 1
+    """A micro-step is a whole batch, and whoever gets it cuts it into so many slices (a pipeline): a worker's samples are its parts of
+    the slices, one behind the other."""
     pieces: int = 0
     """Workers take pieces of the epoch as they ask for them: each group of batches is cut into so many. 0: batches are cut over
     the workers."""
+
+    def slices(self, micro: Micro) -> list[int]:
+        """With `together`: how many samples of each slice are this rank's; 0 where it has none, so that every rank has as many slices."""
+        if self.per_worker:
+            lengths = [b - a for a, b in pairwise((0, *(micro.bounds or (len(micro.ids),))))]
+            mine = lengths[self.rank] if self.rank < len(lengths) else 0
+            return [_length(mine, i, self.together) for i in range(min(self.together, max(lengths)))]
+        whole = len(micro.ids)
+        sizes = [_length(whole, i, self.together) for i in range(min(self.together, whole))]
+        return [_length(size, self.rank, self.size) for size in sizes]
+
+
+def _length(n: int, rank: int, size: int) -> int:
+    lo, hi = part(n, rank, size)
+    return hi - lo
 
 
 @dataclass(frozen=True)
@@ -99,7 +117,7 @@ def _micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, start: int) 
         cut.accumulate == cut.microbatches == 1 and not cut.per_worker
     ):  # most runs; the rest below says the same
         for number, batch in enumerate(batches, start):
-            yield Micro(epoch, number, 0, batch, len(batch), True)
+            yield _whole(Micro(epoch, number, 0, batch, len(batch), True), cut)
         return
     step_batches = cut.size if cut.per_worker else 1
     stream = iter(batches)
@@ -116,7 +134,7 @@ def _micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, start: int) 
             for j, pieces in enumerate(_slices(batch, cut))
         ]
         for at, (batch_number, slice_number, num_batches, pieces) in enumerate(slices):
-            yield Micro(
+            micro = Micro(
                 epoch=epoch,
                 batch=batch_number,
                 slice=slice_number,
@@ -126,7 +144,20 @@ def _micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, start: int) 
                 bounds=_ends(pieces) if cut.per_worker else None,
                 batches=num_batches,
             )
+            yield _whole(micro, cut)
         number += len(group)
+
+
+def _whole(micro: Micro, cut: Cut) -> Micro:
+    """With `together`: the samples worker by worker, each with its parts of the slices in their order."""
+    if cut.together == 1 or cut.size == 1 or cut.per_worker:
+        return micro
+    ids = micro.ids
+    slices = [ids[slice(*part(len(ids), i, cut.together))] for i in range(cut.together)]
+    mine = [
+        [i for ids in slices for i in ids[slice(*part(len(ids), rank, cut.size))]] for rank in range(cut.size)
+    ]
+    return replace(micro, ids=list(chain.from_iterable(mine)), bounds=_ends(mine))
 
 
 def pieces(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut) -> Iterator[list[Micro]]:
@@ -260,7 +291,7 @@ def _slices(batch: list[Sequence[Any]], cut: Cut) -> list[list[Sequence[Any]]]:
     return [s for s in slices if any(len(p) for p in s)]
 
 
-def _ends(pieces: list[Sequence[Any]]) -> tuple[int, ...]:
+def _ends(pieces: Sequence[Sequence[Any]]) -> tuple[int, ...]:
     ends, at = [], 0
     for piece in pieces:
         at += len(piece)

@@ -24,6 +24,7 @@ from echelon.launch.crew import JOIN_S, Crew
 from echelon.launch.local import Job, make_plan, strategy_options
 from echelon.launch.meeting import Me
 from echelon.launch.rundir import RunDir
+from echelon.mesh.axes import laid
 from echelon.show import tensorboard
 from echelon.show.lines import fold
 from echelon.show.progress import Display
@@ -64,6 +65,7 @@ def choose_strategy(
     ]
     chosen = strategies.merge(*layers)
     strategies.require_built(chosen)
+    demands.wide(chosen)
     if chosen.tensorboard:
         tensorboard.require()
     return chosen, layers[2] | layers[1] | layers[0]
@@ -96,6 +98,7 @@ def run(
     check_script(job)
     strategies.require_servers(chosen, job.num_servers)
     demands.workers(chosen, job.num_workers)
+    laid(job.num_workers, 0, chosen.widths, chosen.tensor)  # whatever axes the script adds
     if job.num_workers + job.num_servers < reach.num_hosts:
         raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
                          remedy="--workers is the total of all hosts. A host that joins with --workers 0 is for servers.")  # fmt: skip

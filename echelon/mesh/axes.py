@@ -13,9 +13,8 @@ ORDER = ("data", "pipeline", "tensor")
 
 def laid(size: int, data: int, widths: tuple[int, ...], tensor: int) -> Mesh:
     """The mesh of a run of `size` workers; data=0 takes what the other axes leave. Raises StrategyError with numbers that fit."""
-    uneven = len(set(widths)) > 1
     rest = sum(widths) * tensor
-    if uneven:
+    if max(widths) > 1:
         if size != rest:
             text = "+".join(map(str, widths))
             raise StrategyError(
@@ -30,7 +29,7 @@ def laid(size: int, data: int, widths: tuple[int, ...], tensor: int) -> Mesh:
             f"{asked}pipeline={len(widths)} × tensor={tensor} does not make {size} workers",
             remedy=f"Start it with --workers {fits}, or choose axes whose product is {size}.",
         )
-    return Mesh((size // rest, sum(widths), tensor))
+    return Mesh((size // rest, len(widths), tensor))
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Mesh:
 
     sizes: tuple[int, ...] = (1, 1, 1)
     widths: tuple[int, ...] = ()
-    """Workers of each stage, where they are not alike: then ranks are in the order of stages, and there are no other axes."""
+    """Workers of each stage, where some stage has several: then ranks are in the order of stages, and there are no other axes."""
 
     @property
     def size(self) -> int:
@@ -70,7 +69,7 @@ class Mesh:
         return list(range(self.size)) if self.widths else self.group(rank, "pipeline")
 
     def model(self, rank: int) -> list[int]:
-        """The ranks that hold one replica of the model together; with unequal stages all of them."""
+        """The ranks that hold one replica of the model together; where stages have several workers, all of them."""
         if self.widths:
             return list(range(self.size))
         at = self.coordinates(rank)["data"]

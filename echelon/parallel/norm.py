@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,26 @@ from echelon.parallel.gradsync import Share
 NORM_LIMIT_S = 1800.0
 
 
+@dataclass(frozen=True)
+class Within:
+    """The micro-batch of a pipeline that is being computed."""
+
+    share: Share
+    note: Callable[[_BatchNorm, Tensor, Tensor], None]
+    """Takes its mean and variance: the running ones are moved in the order of micro-batches, whoever computed them."""
+
+
 class NormSync:
     """What synchronised norms of a run share: their own group, the current share, and where a loss is told."""
 
     def __init__(self, group: Group, share: Callable[[], Share], lost: Callable[[Outcome], None]) -> None:
-        self.group, self.share, self.lost = group, share, lost
-        self._asks = True
+        self.group, self.lost = group, lost
+        self.within: Within | None = None
+        self._share, self._asks = share, True
+
+    def share(self) -> Share:
+        """Of the micro-batch, or else of the micro-step."""
+        return self.within.share if self.within is not None else self._share()
 
     @contextlib.contextmanager
     def by_itself(self) -> Iterator[None]:
@@ -114,7 +129,7 @@ def normalise(module: _BatchNorm, x: Tensor, sync: NormSync) -> Tensor:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.shape} in the whole world"
             )
-        _update_running(module, mean, m2, count)
+        (sync.within.note if sync.within else move_running)(module, mean, m2 / (count - 1).clamp(min=1))
         invstd = torch.rsqrt(m2 / count.clamp(min=1) + module.eps)
     y = _Normalise.apply(
         x, module.weight, module.bias, mean.to(x.dtype), invstd.to(x.dtype), count.to(x.dtype), sync
@@ -123,14 +138,15 @@ def normalise(module: _BatchNorm, x: Tensor, sync: NormSync) -> Tensor:
     return y
 
 
-def _update_running(module: _BatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None:
+def move_running(module: _BatchNorm, mean: Tensor, var: Tensor) -> None:
+    """The running moments go towards those of one more batch."""
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return
     assert module.num_batches_tracked is not None
     module.num_batches_tracked.add_(1)
     factor = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-    module.running_var.lerp_((m2 / (count - 1).clamp(min=1)).to(module.running_var.dtype), factor)
+    module.running_var.lerp_(var.to(module.running_var.dtype), factor)
 
 
 def synchronise(model: nn.Module, sync: NormSync) -> int:

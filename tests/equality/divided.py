@@ -106,6 +106,18 @@ def cells(workers, every=False):
                 found.append((f"pipeline={uneven},microbatches=5,schedule={schedule}", kind, "adamw"))
         found.append((f"pipeline={uneven},microbatches=1", "two", "sgd"))
     if workers == 4:
+        found.append(("pipeline=2+2,microbatches=5", "transformer", "adamw"))
+        found.append(("pipeline=2+2,microbatches=2,schedule=zero-bubble", "mlp", "sgd"))
+        found.append(("pipeline=2+1+1,microbatches=5,schedule=gpipe", "transformer", "adamw"))
+        found.append(("pipeline=1+3,microbatches=2", "two", "adamw"))
+        # BatchNorm: the moments of micro-batches that several workers computed, and replicas that have nothing of some of them
+        for text in (
+            "pipeline=3+1,microbatches=5",
+            "pipeline=2+2,microbatches=2,accumulate=3,schedule=gpipe",
+        ):
+            found.append((text, "cnn", "adamw"))
+        found.append(("data=2,pipeline=2,microbatches=2", "cnn", "sgd"))
+        found.append(("data=2,pipeline=2,microbatches=5,schedule=zero-bubble", "cnn", "adamw"))
         found.append(("data=2,pipeline=2,microbatches=2", "transformer", "adamw"))
         for kind in ("mlp", "two"):
             found.append(("data=2,pipeline=2,microbatches=2,accumulate=3,schedule=zero-bubble", kind, "sgd"))

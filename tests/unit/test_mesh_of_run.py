@@ -26,6 +26,14 @@ def test_stages_of_unequal_width_are_one_replica_of_the_model():
     assert mesh.pipe(0) == mesh.model(0) == [0, 1, 2, 3]
 
 
+def test_stages_of_several_workers_each_are_stages():
+    mesh = laid(4, 0, (2, 2), 1)
+    assert [mesh.stage(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert mesh.replicas(3) == [2, 3]
+    assert mesh.pipe(0) == mesh.model(0) == [0, 1, 2, 3]
+    assert laid(4, 2, (1, 1), 1) == laid(4, 0, (1, 1), 1)
+
+
 def test_one_process_is_a_mesh_of_one():
     mesh = laid(1, 0, (1,), 1)
     assert mesh.replicas(0) == mesh.pipe(0) == mesh.model(0) == [0]

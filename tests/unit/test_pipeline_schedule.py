@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from echelon.errors import StrategyError
 from echelon.parallel.pipeline import replicas
 from echelon.parallel.pipeline.bubble import Times, alive, predicted, simulate
 from echelon.parallel.pipeline.contract import Action
@@ -154,11 +153,6 @@ def test_one_worker_a_stage_is_the_plain_schedule():
         assert replicas.orders(schedule, (1,) * places, micros, chunks) == plain(
             schedule, places, micros, chunks
         )
-
-
-def test_interleaved_and_unequal_do_not_go_together():
-    with pytest.raises(StrategyError, match=r"pipeline=3\+1 gives a stage several workers"):
-        replicas.orders("interleaved", (3, 1), 4, 2)
 
 
 @pytest.mark.case("pipeline: micro-batches dealt to unequal workers")

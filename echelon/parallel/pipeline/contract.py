@@ -43,6 +43,9 @@ class MicroBatch:
     weight: float
     """What its loss counts for among those of the part: its samples / the part's, or 1 where the loss is a sum."""
 
+    counts: bool = True
+    """False for a stand-in, where this worker has nothing of a micro-batch that others have: its loss and gradients are dropped."""
+
 
 @dataclass(frozen=True)
 class Port:

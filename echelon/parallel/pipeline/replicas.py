@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from echelon.errors import StrategyError
 from echelon.parallel.pipeline.contract import Action, Kind
 from echelon.parallel.pipeline.schedule import Orders, Schedule, apart, needs, plain
 
@@ -35,11 +34,7 @@ def orders(
     by default as if the stages were cut so that all are equally busy. `shares`: what was agreed on, else by those seconds."""
     if set(widths) == {1}:
         return plain(schedule, len(widths), micros, chunks)
-    if schedule == "interleaved":
-        raise StrategyError(
-            f"schedule=interleaved gives every worker several stages, and pipeline={'+'.join(map(str, widths))} gives a stage several workers",
-            remedy="Use schedule=1f1b, gpipe or zero-bubble with it.",
-        )
+    assert schedule != "interleaved", "refused in demands.py"
     pace = seconds or [[float(width)] * width for width in widths]
     agreed = shares or tuple(shared(micros, [1 / s for s in each]) for each in pace)
     parts = [part for stage, each in enumerate(pace) for part in dealt(agreed[stage], each, into=stage > 0)]
