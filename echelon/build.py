@@ -104,6 +104,15 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     return made
 
 
+def rehearsed(place: Place, strategy: Strategy) -> World:
+    """A world whose other ranks are pretended: what one rank would do can be seen, and nobody else is there."""
+    require_built(strategy)
+    require_whole(strategy)
+    demands.workers(strategy, place.world_size)
+    device = device_for(place.local_rank)
+    return arrange(Groups("echo", place.rank, place.world_size, device, None), place, strategy)
+
+
 def arrange(groups: Groups, place: Place, strategy: Strategy) -> World:
     """Who stands where, and the groups of those who act together; blocks until all are there."""
     mesh = laid(place.world_size, strategy.data, strategy.widths, strategy.tensor)

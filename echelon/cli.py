@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import click
 
+from echelon.explain.command import plan
+
 
 class Commands(click.Group):
     """Our errors become one message and an exit code, without a traceback; Ctrl-C before a run began is 130 as well."""
@@ -72,6 +74,7 @@ def main() -> None:
     \b
     Examples:
       echelon run --workers 4 train.py --lr 0.1   start a run
+      echelon plan --strategy tensor=2 train.py   what a run would do
       echelon runs                                list runs
       echelon status latest                       how a run stands
       echelon logs latest --rank 1                what a worker printed
@@ -82,6 +85,9 @@ def main() -> None:
 
     RUN is a name, the beginning of one, a folder, or `latest`.
     """
+
+
+main.add_command(plan)
 
 
 class RunCommand(click.Command):

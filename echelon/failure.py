@@ -113,5 +113,6 @@ def _is_starter(tb: TracebackType) -> bool:
 
 _STARTERS = (
     os.path.join(os.path.dirname(os.path.abspath(__file__)), "role.py"),
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), "explain", "rehearsal.py"),
     os.path.abspath(runpy.__file__),
 )

@@ -82,6 +82,8 @@ class Piped:
         self.records = Records(model, self._whole_forward)
         self.stages: dict[int, ModelStage] = {}
         self.made: cut.Cut | None = None
+        self.outline: cut.Outline | None = None
+        """What was cut."""
         self.sync: GradSync | None = None
         self.tied: Tied | None = None
         self.moments: Moments | None = None
@@ -297,7 +299,7 @@ class Piped:
         keep(self.model, users, Seat(mine, holders, counts), self.around.placed)
         defer = self.strategy.schedule == "zero-bubble"
         self.stages = {s: ModelStage(self.model, plans, s, defer=defer) for s in sorted(mine)}
-        self.made = made
+        self.made, self.outline = made, outline
         self.sync = self.around.staged(self.model)
         self.sync.begin(self.machine.share)
         self.tied = self._tied(made)

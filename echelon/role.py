@@ -178,7 +178,7 @@ def work(script: Sequence[str], ending: Ending) -> NoReturn:
     code = 0
     try:
         try:
-            _run(list(script))
+            run_script(list(script))
         except SystemExit as leaving:
             code = exit_code(leaving)
             if code != 0 and not isinstance(leaving, Preempted):
@@ -194,7 +194,7 @@ def work(script: Sequence[str], ending: Ending) -> NoReturn:
     sys.exit(code)
 
 
-def _run(script: list[str]) -> None:
+def run_script(script: list[str]) -> None:
     """The script as `python script args` or `python -m module args` would run it."""
     main_module = types.ModuleType("__main__")
     main_module.__builtins__ = __builtins__  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ BEAT_S = 0.25
 
 _run: Run | None = None
 _last: Run | None = None
+_rehearsal: tuple[dict[str, Any], Callable[[Strategy], Run]] | None = None
 
 
 def init(
@@ -42,6 +43,10 @@ def init(
     """
     global _run
     if _run is not None:
+        return _run
+    if _rehearsal is not None:
+        set_by_user, rehearsed = _rehearsal
+        _run = rehearsed(_strategy(strategy, seed, fields, {"set_by_user": set_by_user}))
         return _run
     place, member = env.place(), members.current()
     chosen = _strategy(strategy, seed, fields, member.description if member else {})
@@ -107,6 +112,12 @@ def _open_torch(run: Run) -> None:
         from echelon import torch_backend
 
         run.world.groups.open_torch(torch_backend.NAME)
+
+
+def rehearse(set_by_user: dict[str, Any], made: Callable[[Strategy], Run]) -> None:
+    """From now on init() gives what `made` makes of the strategy: `echelon plan`."""
+    global _rehearsal
+    _rehearsal = set_by_user, made
 
 
 def current() -> Run | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from echelon.comm.group import Done, Op, Outcome, Receipt, Work
@@ -80,3 +81,11 @@ class EchoGroup:
 
     def close(self) -> None:
         pass
+
+
+def open_torch(rank: int, size: int) -> None:
+    """torch.distributed's default group as one whose other ranks are not there either, unless there is one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

@@ -19,6 +19,7 @@ from echelon.clock import Deadline
 from echelon.comm import gloo, hosts
 from echelon.comm.alone import AloneGroup
 from echelon.comm.changing import ChangingGroup
+from echelon.comm.echo import EchoGroup
 from echelon.comm.group import Group
 from echelon.comm.handover import Seat, StoreMeeting
 from echelon.comm.over_native import NativeGroup
@@ -88,6 +89,13 @@ class Groups:
         name = name if whole else f"{name}{MEMBERS}{','.join(map(str, ranks))}"
         if self.backend == "alone" or len(ranks) == 1 < self.size:
             group = AloneGroup(self.device)
+        elif self.backend == "echo":
+            alone = len(ranks) == 1
+            group = (
+                AloneGroup(self.device)
+                if alone
+                else EchoGroup(ranks.index(self.rank), len(ranks), self.device)
+            )
         elif self.backend == "native" and self.member is not None:
             group = changing = ChangingGroup(
                 self._fresh(name),

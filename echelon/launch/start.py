@@ -54,6 +54,13 @@ def check_script(job: Job) -> None:
     raise UsageError(f"the script {job.script!r} {what}", remedy=remedy)
 
 
+def check_size(job: Job, chosen: Strategy) -> None:
+    """StrategyError where so many workers and servers cannot do this."""
+    strategies.require_servers(chosen, job.num_servers)
+    demands.workers(chosen, job.num_workers)
+    laid(job.num_workers, 0, chosen.widths, chosen.tensor)  # whatever axes the script adds
+
+
 def choose_strategy(
     text: str, settings: tuple[str, ...], config: Path | None
 ) -> tuple[Strategy, dict[str, Any]]:
@@ -96,9 +103,7 @@ def run(
     from echelon.launch.supervisor import Supervisor
 
     check_script(job)
-    strategies.require_servers(chosen, job.num_servers)
-    demands.workers(chosen, job.num_workers)
-    laid(job.num_workers, 0, chosen.widths, chosen.tensor)  # whatever axes the script adds
+    check_size(job, chosen)
     if job.num_workers + job.num_servers < reach.num_hosts:
         raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
                          remedy="--workers is the total of all hosts. A host that joins with --workers 0 is for servers.")  # fmt: skip

@@ -27,7 +27,7 @@ def echelon(*args: str) -> Result:
 
 
 @pytest.mark.case("--help")
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["runs", "--help"], ["logs", "-h"], ["status", "-h"], ["stop", "-h"], ["join", "-h"]])  # fmt: skip
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["plan", "--help"], ["runs", "--help"], ["logs", "-h"], ["status", "-h"], ["stop", "-h"], ["join", "-h"]])  # fmt: skip
 def test_help_is_there_and_fits(args):
     result = echelon(*args)
     assert result.exit_code == 0

@@ -64,7 +64,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "failure",
         "role",
     ),
-    ("launch", "show", "torchrun", "start", "bench", "backend", "torch_backend", "cli", "__main__"),
+    (
+        "launch",
+        "show",
+        "torchrun",
+        "start",
+        "bench",
+        "explain",
+        "backend",
+        "torch_backend",
+        "cli",
+        "__main__",
+    ),
 )
 """docs/map.md, from the bottom up. A unit is a package or a module directly under echelon/."""
 
@@ -109,6 +120,8 @@ RUN_BY_NAME = ("echelon.bench.comm_worker",)
 """Needs torch, and nobody imports it: it is the script of a run."""
 
 ALONE_NEEDS_TORCH = (
+    "echelon.explain.rehearsal",
+    "echelon.explain.words",
     "echelon.ps.optimizers",
     "echelon.ps.memory",
     "echelon.ps.pending",
@@ -265,6 +278,7 @@ print("\\n".join(wrong))
 ASKS_BY_NAME = ("is_distributed", "is_initialized")
 COUNTS = ("size", "world_size", "workers", "num_workers")
 ALLOWED = {
+    "explain/words.py": "the plural of a sentence",
     "facts.py": "the first lines of a run are sentences: one worker, two workers; what differs from one process",
     "launch/local.py": "the plural of a sentence",
     "show/progress.py": "a sentence names the worker only when there are several",

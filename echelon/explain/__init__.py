@@ -1,0 +1,1 @@
+"""`echelon plan`: what a run would do, before it is paid for."""
