@@ -132,6 +132,13 @@ class Beat(Sign):
     sent_bytes: int = 0
     """Of gradients, by this worker, so far; without compress as many as plain_bytes."""
     plain_bytes: int = 0
+    step_bytes: float | None = None
+    """What it moved in a step, on average (docs/memory.md); None before the first."""
+    step_bytes_expected: float | None = None
+    """… as it was predicted; None where that cannot be."""
+    peak_bytes: int | None = None
+    """The most memory that it had for itself at once."""
+    peak_bytes_expected: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

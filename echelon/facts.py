@@ -16,6 +16,7 @@ from echelon.parallel import norm
 from echelon.prepare.loader import Feed
 from echelon.step import Machine
 from echelon.strategy import Strategy
+from echelon.tally import Tally
 
 if TYPE_CHECKING:
     from echelon.run import Run
@@ -27,7 +28,7 @@ UNEVEN = (
 )
 
 
-def beat(machine: Machine, rank: int, epochs: int) -> Beat:
+def beat(machine: Machine, rank: int, tally: Tally) -> Beat:
     counters = machine.counters
     times = counters.times
     return Beat(
@@ -45,6 +46,7 @@ def beat(machine: Machine, rank: int, epochs: int) -> Beat:
         sent_bytes=sum(sync.wire.traffic.sent_bytes for sync in machine.syncs),
         plain_bytes=sum(sync.wire.traffic.plain_bytes for sync in machine.syncs),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **tally.told(),
     )
 
 

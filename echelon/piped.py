@@ -90,7 +90,7 @@ class Piped:
         self.slices = build.cut(strategy, world).slices
         self.ran: Ran | None = None
         """What the last step took here."""
-        self.calls = 0
+        self.calls = self.num_micros = 0
         self.dealer = Dealer(strategy.schedule, strategy.widths, self.chunks)
         machine.keepers.append(self.dealer)
         self._inner: Callable[..., Any] | None = None
@@ -164,6 +164,7 @@ class Piped:
         assert self.sync is not None
         for stage in self.stages.values():
             stage.begin(micros, loss_fn)
+        self.num_micros = len(micros)
         share = self.machine.share
         orders = self.dealer.orders(len(micros))
         mine = orders[self.world.pipe.rank]

@@ -16,6 +16,7 @@ from echelon.apart import Apart
 from echelon.errors import StrategyError, UsageError
 from echelon.loop import Stepping
 from echelon.mesh.layout import Placed, Stateful
+from echelon.mesh.memory import Training
 from echelon.parallel import needs, norm, rounds
 from echelon.parallel.average import Average
 from echelon.parallel.building import recipe
@@ -87,6 +88,8 @@ class Prepared:
         """With `sharded`: what is split, and who has what of it."""
         self.later: dict[int, Later] = {}
         """Recorded models, by id, whose parts are made once they are cut."""
+        self.needs: tuple[Training, int] | None = None
+        """What training takes in memory, and what this process had before."""
         self._owned: set[int] = set()
         self._told_uneven = False
         machine.at_snapshot.append(self.adopt_loose_parameters)
@@ -118,6 +121,7 @@ class Prepared:
         base = 0 if self.models else needs.base(models, self.world.device)
         optimizers += [o.optimizer for o in self.machine.optimizers]
         found = needs.training([*self.models, *models], optimizers, ema=bool(self.strategy.ema))
+        self.needs = found, self.needs[1] if self.needs else base
         have = needs.room(self.world.device, self.run_name)
         short = needs.require_room(found, self.strategy, self.world.size, have, base)
         if short:

@@ -41,6 +41,7 @@ from echelon.prepared import Prepared
 from echelon.rejoin import Rejoin
 from echelon.step import Machine
 from echelon.strategy import Strategy
+from echelon.tally import Tally
 
 
 class Run:
@@ -81,6 +82,7 @@ class Run:
             lambda x: float(self.values.reduce(x, "mean", self.device)),
             self.name,
         )
+        self.tally = Tally(self.prepared)
         self.keeping = Keeping(place, strategy, self.world, self.prepared, self.trail, member, emit)
         self.prepared.say = lambda lines: emit(Facts(rank=0, lines=lines)) if self.is_main else None
         self._num_phases = 0
@@ -338,7 +340,7 @@ class Run:
     def beat(self) -> Beat:
         """This rank's counters; called from the beat thread."""
         self.log_book.flush()
-        return facts.beat(self.machine, self.rank, max((f.epochs for f in self.prepared.feeds), default=0))
+        return facts.beat(self.machine, self.rank, self.tally)
 
     def _side_lost(self, outcome: Outcome) -> None:
         if isinstance(outcome, Lost):

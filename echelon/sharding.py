@@ -10,7 +10,9 @@ from torch import nn
 
 from echelon.comm.alone import AloneGroup
 from echelon.errors import StrategyError, UsageError
+from echelon.mesh import moves
 from echelon.mesh.layout import Placed
+from echelon.mesh.moves import Sharded
 from echelon.parallel.buckets import MIB
 from echelon.parallel.sharded import owners
 from echelon.parallel.sharded.owned import Owned
@@ -185,16 +187,18 @@ class Sharding:
             f"a step sends about {self.step_bytes() / MIB:.1f} MiB a worker",
         ]
 
-    def step_bytes(self) -> int:
-        """Bytes that a rank sends in one step of one micro-batch: predicted from the sizes alone, each message as a ring sends it."""
-        ranks, copies, size = len(self.sets[0]), len(self.sets), self.split_bytes
-        each = (ranks - 1) * size // ranks
-        if self.level == 1:
-            return 2 * each + size // ranks
-        again = (
-            size - self.root_bytes if self.level == 3 else 0
-        )  # what is outermost is needed at once again, and kept
-        return 2 * each + (ranks - 1) * again // ranks + 2 * (copies - 1) * (size // ranks) // copies
+    def step_bytes(self, micros: int = 1) -> float:
+        """What a rank sends of what is split, in a step of so many forwards: from the sizes alone."""
+        return moves.sharded(
+            Sharded(
+                level=self.level,
+                split=self.split_bytes,
+                outermost=self.root_bytes,
+                ranks=len(self.sets[0]),
+                copies=len(self.sets),
+                micros=micros,
+            )
+        )
 
 
 def _watch_zero_grad(model: nn.Module, sync: ShardedSync) -> None:

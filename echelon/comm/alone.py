@@ -17,6 +17,7 @@ class AloneGroup:
     rank = 0
     size = 1
     local = True
+    sent_bytes = 0.0
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")

@@ -32,6 +32,7 @@ class ChangingGroup:
         self._inner: Group | None = None
         self._echo = EchoGroup(rank, size, device)
         self._old: Group | None = None
+        self._sent_before = 0.0
 
     @property
     def inner(self) -> Group:
@@ -51,6 +52,12 @@ class ChangingGroup:
         self._pretends = so
         self._set(self._inner)
 
+    @property
+    def sent_bytes(self) -> float:
+        """See Group: in all terms together."""
+        inner = self._inner
+        return self._sent_before + (inner.sent_bytes if inner is not None else 0.0)
+
     def _set(self, inner: Group | None) -> None:
         self._inner = inner
         self._ready = self._echo if self._pretends else inner
@@ -61,6 +68,7 @@ class ChangingGroup:
         self._set(None)
         activity.begun.pop(self.name, None)
         if old is not None:
+            self._sent_before += old.sent_bytes
             old.abort("the workers of this run changed")
             old.close()
             self._old = old  # the core may still write where its last operations were to

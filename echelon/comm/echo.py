@@ -20,6 +20,7 @@ class EchoGroup:
     """See Group. Every operation is over when it begins, and has met; or was lost, if `outcome` says so."""
 
     local = False
+    sent_bytes = 0.0
 
     def __init__(self, rank: int, size: int, device: torch.device, outcome: Outcome | None = None) -> None:
         self.rank, self.size, self.device, self.outcome = rank, size, device, outcome

@@ -89,6 +89,11 @@ class Group(Protocol):
     local: bool
     """True when there is nobody else: a tensor is its own sum wherever it lies."""
 
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank sent by the operations that it began so far, each counted as mesh/moves.py says."""
+        ...
+
     def buffer(self, nbytes: int) -> Tensor:
         """Memory (a flat uint8 tensor, zeroed) that this group reduces fastest. It lives as long as its views.
 

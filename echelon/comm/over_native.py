@@ -19,6 +19,7 @@ from echelon.clock import Deadline
 from echelon.comm import check
 from echelon.comm.group import Lost, Met, Op, Outcome, Receipt, Work
 from echelon.comm.over_torch import OP_LIMIT_S, Blame
+from echelon.mesh import moves
 
 _DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.uint8: 5, torch.int16: 6,
@@ -26,6 +27,9 @@ _DTYPES = {
 }  # fmt: skip
 _OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "prod": 4, "and": 5, "or": 6, "xor": 7}
 _BARRIER, _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _REDUCE, _GATHER, _SCATTER = range(8)
+_VERBS: tuple[moves.Verb, ...] = (
+    "barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+)  # fmt: skip
 _BYTE = _DTYPES[torch.uint8]
 After = Callable[[], object] | None
 """What is done to the tensors when the operation is over."""
@@ -122,6 +126,10 @@ class NativeGroup:
         self.core, self.rank, self.size, self.device = core, rank, size, device
         self.name, self.number, self.blame, self.lane = name, 0, blame, lane
         self.lost: Lost | None = None
+        self.sent_bytes = 0.0
+        self._rates = [
+            [dtype.itemsize * moves.factor(verb, size) for dtype in _DTYPES] for verb in _VERBS
+        ]  # by the core's numbers: bytes that an element of an operation lets this rank send
         self._lock = threading.Lock()
         self._live: deque[NativeWork] = deque()
 
@@ -177,6 +185,7 @@ class NativeGroup:
     def _moved(
         self, kind: int, what: str, x: Tensor | None, out: Tensor | None, dtype: int, op: int, count: int, root: int
     ) -> Work:  # fmt: skip
+        self.sent_bytes += count * self._rates[kind][dtype]
         if (x is None or x.is_cpu) and (out is None or out.is_cpu):
             at, to = 0 if x is None else x.data_ptr(), 0 if out is None else out.data_ptr()
             return self._begun(
@@ -242,6 +251,7 @@ class NativeGroup:
         if dtype is None:
             dtype, width = _BYTE, x.element_size()
         sends, takes = [c * width for c in counts], [c * width for c in out_counts]
+        self.sent_bytes += (x.numel() - counts[self.rank]) * x.element_size()
         work = self.core.all_to_all(dtype, _address(mine), _address(theirs), sends, takes, self.lane)
         after = None if theirs is out else lambda: out.copy_(theirs)
         return self._begun("all_to_all", work, (mine, theirs, x, out), after)
@@ -250,6 +260,7 @@ class NativeGroup:
         check.whole("send", x=x)
         check.other("send", peer, self.rank, self.size)
         mine = _staged(x)
+        self.sent_bytes += x.nbytes
         work = self.core.message(True, _address(mine), x.nbytes, peer, tag)
         return self._message(peer, NativeWork(self, work, activity.ANYBODY, "send", (mine, x)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from echelon.clock import Deadline
 from echelon.comm import check
 from echelon.comm.group import Done, Lost, Met, Op, Outcome, Receipt, Work
 from echelon.comm.plain import as_bytes, carried
+from echelon.mesh import moves
 
 After = Callable[[], object] | None
 """What is done to the tensors when the operation is over."""
@@ -105,6 +106,8 @@ class TorchGroup:
         self.device, self.blame = device, blame
         self.timed = dist.get_backend(pg) == "gloo" if timed is None else timed
         self.lost: Lost | None = None
+        self.sent_bytes = 0.0
+        self._rates = {str(verb): moves.factor(verb, self.size) for verb in get_args(moves.Verb)}
         self._lock = threading.Lock()
 
     def fail(self, reason: str) -> Lost:
@@ -116,9 +119,19 @@ class TorchGroup:
                 self.lost = Lost(peers, reason)
             return self.lost
 
-    def _start(self, what: str, x: Tensor, begin: Callable[[], dist.Work], after: After = None) -> Work:
+    def _start(
+        self,
+        what: str,
+        x: Tensor,
+        begin: Callable[[], dist.Work],
+        after: After = None,
+        part: Tensor | None = None,
+    ) -> Work:
+        """`part`: one rank's share, where x is not it."""
         if self.lost:
             return Done(self.lost)
+        if what in self._rates:
+            self.sent_bytes += (x if part is None else part).nbytes * self._rates[what]
         self.number += 1
         activity.begun[self.name] = self.number
         try:
@@ -155,7 +168,7 @@ class TorchGroup:
         options = _options(dist.ReduceScatterOptions(), wire.op)
         flat = mine.tensor.reshape(-1), wire.tensor.reshape(-1)
         return self._start(
-            "reduce_scatter", x, lambda: self.pg._reduce_scatter_base(*flat, options), mine.back
+            "reduce_scatter", x, lambda: self.pg._reduce_scatter_base(*flat, options), mine.back, part=out
         )
 
     def reduce(self, x: Tensor, root: int = 0, op: Op = "sum") -> Work:
@@ -195,6 +208,7 @@ class TorchGroup:
         check.cut("all_to_all", "out", out, out_counts, self.size)
         check.cut("all_to_all", "x", x, counts, self.size)
         cuts = [n * out.itemsize for n in out_counts], [n * x.itemsize for n in counts]
+        self.sent_bytes += (x.numel() - counts[self.rank]) * x.itemsize
         options = dist.AllToAllOptions()
         return self._start(
             "all_to_all", x[:0], lambda: self.pg.alltoall_base(as_bytes(out), as_bytes(x), *cuts, options)
@@ -210,6 +224,7 @@ class TorchGroup:
     def send(self, x: Tensor, peer: int, tag: int = 0) -> Work:
         check.other("send", peer, self.rank, self.size)
         check.whole("send", x=x)
+        self.sent_bytes += x.nbytes
         return self._start_pair(
             TorchWork, f"send to rank {peer}", x, lambda: self.pg.send([as_bytes(x)], peer, tag)
         )
@@ -228,7 +243,8 @@ class TorchGroup:
         return work
 
     def barrier(self) -> Work:
-        return self.all_reduce(torch.zeros(1, device=self.device))
+        word, options = torch.zeros(1, device=self.device), _options(dist.AllreduceOptions(), "sum")
+        return self._start("barrier", word, lambda: self.pg.allreduce([word], options))
 
     def abort(self, reason: str) -> None:
         with self._lock:

@@ -134,6 +134,11 @@ class Groups:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
             self._torch = backend
 
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank sent over all of them so far: see Group."""
+        return sum(group.sent_bytes for group in self.made)
+
     # -- a new term ----------------------------------------------------------------------------------------------
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from echelon.clock import Deadline
 from echelon.comm import check, plain
 from echelon.comm.group import Lost, Met, Op, Outcome, Receipt, Work
+from echelon.mesh import moves
 
 Act = Callable[[list[list[Tensor]]], None]
 """Takes from what every rank brought, by rank, what this one gets."""
@@ -139,8 +141,11 @@ class ThreadGroup:
 
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.size, self._next = room, rank, room.size, 0
+        self.sent_bytes = 0.0
 
     def _enter(self, what: str, x: Tensor, brought: list[Tensor], act: Act) -> Work:
+        verb = _VERBS.get(what.split()[0])
+        self.sent_bytes += x.nbytes * moves.factor(verb, self.size) if verb is not None else 0.0
         number, self._next = self._next, self._next + 1
         self.room.enter(number, self.rank, f"{what} {tuple(x.shape)} {x.dtype}", brought, act)
         return ThreadWork(self.room, number)
@@ -200,6 +205,8 @@ class ThreadGroup:
         check.cut("all_to_all", "out", out, out_counts, self.size)
         check.cut("all_to_all", "x", x, counts, self.size)
 
+        self.sent_bytes += (x.numel() - counts[self.rank]) * x.element_size()
+
         def act(parts: list[list[Tensor]]) -> None:
             for r, piece in enumerate(out.split(list(out_counts))):
                 given = parts[r][self.rank]
@@ -221,6 +228,7 @@ class ThreadGroup:
     def send(self, x: Tensor, peer: int, tag: int = 0) -> Work:
         check.other("send", peer, self.rank, self.size)
         check.whole("send", x=x)
+        self.sent_bytes += x.nbytes
         work = ThreadWork(self.room, object())
         self.room.post(Letter(work, self.rank, peer, tag, x), sends=True)
         return work
@@ -240,6 +248,9 @@ class ThreadGroup:
 
     def close(self) -> None:
         pass
+
+
+_VERBS: dict[str, moves.Verb] = {verb: verb for verb in get_args(moves.Verb)}
 
 
 def _into(x: Tensor, result: Tensor) -> None:

@@ -10,7 +10,7 @@ from echelon.launch import lastwords
 from echelon.launch.blame import Verdict
 from echelon.launch.streams import tail
 from echelon.show.lines import fold
-from echelon.show.summary import summary
+from echelon.show.summary import measures, summary
 
 if TYPE_CHECKING:
     from echelon.launch.supervisor import Supervisor
@@ -31,6 +31,9 @@ def finish(run: Supervisor) -> int:
         steps=progress.step,
         samples=progress.samples,
         metrics=progress.metrics,
+        measured={
+            str(rank): known for rank, beat in sorted(progress.beats.items()) if (known := measures(beat))
+        },
     )
     if run.stop is not None and run.stop.block:
         run.display.say(*run.stop.block)

@@ -55,6 +55,8 @@ class Link:
         self._waiting = 0
         self._open: dict[int, Pending] = {}
         self._open_bytes = self._next = 0
+        self.moved_bytes = 0
+        """Of the tensors that calls took along and made room for so far, whichever way these travel."""
         self._lost: LinkLost | None = None
         self._reason = ""
         self._pid = os.getpid()
@@ -133,7 +135,8 @@ class Link:
             outs = _listed(out)
             rooms = self._make_room(outs, pending) if outs else []
             pending.num_bytes = inline + sum(size for size, segment, _ in rooms if segment == frame.INLINE)
-            number = self._admit(pending, deadline)
+            moved = sum(x.nbytes for x in tensors) + sum(size for size, *_ in rooms)
+            number = self._admit(pending, moved, deadline)
         except BaseException:
             self._give_back(pending)
             raise
@@ -242,7 +245,7 @@ class Link:
 
     # how much is under way
 
-    def _admit(self, pending: Pending, deadline: Deadline | None) -> int:
+    def _admit(self, pending: Pending, moved: int, deadline: Deadline | None) -> int:
         with self._room:
             if not self._fits(pending) and threading.current_thread() is not self._reader:
                 deadline = deadline or Deadline.after(ROOM_S)
@@ -261,6 +264,7 @@ class Link:
                 raise again(self._lost)
             number, self._next = self._next, self._next + 1
             self._open[number] = pending
+            self.moved_bytes += moved
             self._open_bytes += pending.num_bytes
             return number
 

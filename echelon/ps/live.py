@@ -19,6 +19,7 @@ class LiveGroup:
     for nothing in a reduction, and its row of a gathering is zero. For small values, outside of the steps."""
 
     local = False
+    sent_bytes = 0.0  # its messages are counted where they leave: by the link to the server
 
     def __init__(self, desk: Desk, number: int, rank: int, size: int) -> None:
         self.desk, self.number, self.rank, self.size = desk, number, rank, size

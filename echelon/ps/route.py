@@ -78,11 +78,17 @@ class Route:
         self.moves = 0
         """How often another server took over: buffers of before are not shared with it."""
         self._log: list[Routed] = []
+        self._moved_before = 0
         self._lock = threading.RLock()
 
     @property
     def server(self) -> str:
         return self.link.server
+
+    @property
+    def moved_bytes(self) -> int:
+        """See Link: with all servers together."""
+        return self._moved_before + self.link.moved_bytes
 
     @property
     def local(self) -> bool:
@@ -138,6 +144,7 @@ class Route:
             while True:
                 link, self.epoch = self._find(self.shard, self.epoch)
                 self.link.close()
+                self._moved_before += self.link.moved_bytes
                 self.link = link
                 self.moves += 1
                 try:

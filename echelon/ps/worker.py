@@ -83,6 +83,12 @@ class Servers:
         for way in [*self.ways, *(link for of in self.lanes for link in of)]:
             way.close()
 
+    @property
+    def moved_bytes(self) -> int:
+        """Pushed and pulled so far: see Link."""
+        ways = {id(way): way for way in [*self.ways, *(link for of in self.lanes for link in of)]}
+        return sum(way.moved_bytes for way in ways.values())
+
     def new_model(self) -> int:
         """Its number: the same on all workers, since all prepare their models in the same order."""
         self._models += 1

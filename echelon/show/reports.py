@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import UsageError
-from echelon.events import Serving
+from echelon.events import Beat, Serving
 from echelon.launch import rundir
 from echelon.launch.rundir import RunDir
 from echelon.launch.start import state_of
 from echelon.show.lines import fold
 from echelon.show.state import duration, number
-from echelon.show.summary import dealt, skipped, staleness, work_of
+from echelon.show.summary import MEASURED, dealt, measured, skipped, staleness, work_of
 
 FOLLOW_S = 0.2
 EVENTS_TAIL_BYTES = 4 << 20
@@ -89,6 +89,7 @@ def status(folder: RunDir) -> dict[str, Any]:
             "alive": process.alive, "code": process.code, "step": beat.get("step"), "doing": beat.get("doing") or "",
             "peak_rss_bytes": beat.get("peak_rss_bytes", 0), "incarnation": process.incarnation,
             **{key: beat[key] for key in SERVED if process.role == "server" and key in beat},
+            **{key: beat[key] for key in MEASURED if beat.get(key) is not None},
             **({"waiting": waited} if process.role == "worker" and (waited := _waited(beat)) is not None else {}),
         })  # fmt: skip
     known = (
@@ -113,6 +114,14 @@ def status(folder: RunDir) -> dict[str, Any]:
 def _waited(beat: dict[str, Any]) -> float | None:
     """The share of its time that a worker waited for others."""
     return round(beat["wait_s"] / beat["total_s"], 4) if beat.get("total_s") and "wait_s" in beat else None
+
+
+def _workers(report: dict[str, Any]) -> dict[int, Beat]:
+    return {
+        process["rank"]: Beat(**{key: process[key] for key in MEASURED if key in process})
+        for process in report["processes"]
+        if process["role"] == "worker"
+    }
 
 
 def _served(report: dict[str, Any]) -> list[str]:
@@ -161,6 +170,7 @@ def status_lines(report: dict[str, Any]) -> list[str]:
         again = f", started again {times} time{'s' * (times != 1)}" if times else ""
         waits = f", waiting {process['waiting']:.0%}" if "waiting" in process else ""
         lines.append(f"  {name:<14} {on(process)}pid {process['pid']:<8} {state}{step}{doing}{waits}{again}")
+    lines += measured(_workers(report))
     lines += _served(report)
     lines += skipped(report["skipped"])
     if report["pauses_s"]:

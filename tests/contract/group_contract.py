@@ -11,6 +11,7 @@ import torch
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Met
 from echelon.errors import UsageError
+from echelon.mesh import moves
 
 SOON_S = 60.0
 
@@ -382,11 +383,40 @@ def what_cannot_be_asked_is_told_before_anything_begins(group: Group) -> None:
     met(group.barrier())
 
 
+def counts_what_it_sends(group: Group) -> None:
+    size, x = group.size, torch.zeros(600)
+    rows, part = torch.zeros(size, 600), torch.zeros(600)
+    root = size - 1
+    at_root = rows if group.rank == root else None
+    for verb, begin in {
+        "all_reduce": lambda: group.all_reduce(x),
+        "reduce_scatter": lambda: group.reduce_scatter(part, rows),
+        "reduce": lambda: group.reduce(x, root),
+        "all_gather": lambda: group.all_gather(rows, part),
+        "gather": lambda: group.gather(at_root, part, root),
+        "scatter": lambda: group.scatter(part, at_root, root),
+        "broadcast": lambda: group.broadcast(x, root),
+        "barrier": lambda: group.barrier(),
+    }.items():
+        before = group.sent_bytes
+        met(begin())
+        assert group.sent_bytes - before == pytest.approx(x.nbytes * moves.factor(verb, size)), verb
+    before, counts = group.sent_bytes, [3] * size
+    met(group.all_to_all(torch.zeros(3 * size), torch.zeros(3 * size), counts, counts))
+    assert group.sent_bytes - before == 4 * 3 * (size - 1)
+    if size > 1:
+        before = group.sent_bytes
+        sent = group.send(torch.zeros(25), (group.rank + 1) % size)
+        met(group.recv(torch.zeros(25), (group.rank - 1) % size))
+        met(sent)
+        assert group.sent_bytes - before == 100
+
+
 CHECKS = [
     sums, extremes, extremes_of_the_widest_integers, integers_wrap_around, all_reduces, reduce_scatters,
     reduces_to_any_root, gathers_in_rank_order, all_gathers, gathers_at_any_root, scatters_from_any_root,
     exchanges_uneven_pieces, broadcasts_from_any_root, several_in_flight, different_operations_in_flight,
     sends_around_a_ring, messages_match_by_tag_and_come_in_order, messages_are_no_part_of_the_common_order,
     receives_from_anybody, the_same_bits_everywhere, the_same_bits_from_run_to_run, buffers_are_zeroed_and_reducible,
-    waiting_again_gives_the_same, tensors_of_no_and_of_many_dims, what_cannot_be_asked_is_told_before_anything_begins,
+    waiting_again_gives_the_same, counts_what_it_sends, tensors_of_no_and_of_many_dims, what_cannot_be_asked_is_told_before_anything_begins,
 ]  # fmt: skip

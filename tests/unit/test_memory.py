@@ -221,6 +221,24 @@ def test_without_a_limit_the_machine_is_shared_by_its_workers(tmp_path, machine)
     assert limits.have("night", "garbage\n::", tmp_path / "nothing", tmp_path / "proc" / "100") is None
 
 
+def status(proc, peak, files, shared, ours):
+    told = f"VmHWM:\t{peak} kB\nRssAnon:\t1 kB\nRssFile:\t{files} kB\nRssShmem:\t{shared} kB\n"
+    folder(proc / "self", "status", told)
+    folder(proc / "self", "smaps_rollup", f"Pss_Anon: 1 kB\nPss_Shmem: {ours} kB\n")
+
+
+def test_a_peak_is_without_files_and_without_the_others_part_of_what_is_shared(tmp_path):
+    peak = limits.Peak(tmp_path)
+    assert peak.look() is None
+    status(tmp_path, 1000, 200, 400, 100)
+    assert peak.look() == 500 * 1024
+    status(tmp_path, 1500, 210, 410, 0)  # hardly more is shared: not counted again
+    assert peak.look() == (1500 - 210 - 300) * 1024
+    status(tmp_path, 1500, 210, 600, 200)
+    assert peak.look() == (1500 - 210 - 400) * 1024
+    assert limits.Peak().look() > 1 << 20
+
+
 def test_here_something_is_found():
     found = limits.have()
     assert found is not None

@@ -30,7 +30,7 @@ from echelon.launch.blame import Exit, judge
 from echelon.show.ended import failure_block
 from echelon.show.progress import Display, bar, live_lines, plain_line, starting_line
 from echelon.show.state import Progress, duration, number
-from echelon.show.summary import closing, summary
+from echelon.show.summary import closing, measured, summary
 
 
 def beat(rank: int, step: int, samples: int, seconds: float) -> Beat:
@@ -184,6 +184,32 @@ def test_a_summary_says_what_compress_saved():
     assert not any(
         "compress" in line for line in summary(trained(), name="r", run_dir=Path("/x"), wall_s=1.0, memory={})
     )
+
+
+@pytest.mark.case("bytes a step and peak memory, predicted and measured")
+def test_a_summary_says_what_a_step_moved_and_the_most_memory_beside_what_was_predicted():
+    progress = trained()
+    for rank, moved, peak in ((0, 33_500_000.0, 700 << 20), (1, 33_600_000.0, 650 << 20)):
+        measured = {"step_bytes": moved, "step_bytes_expected": 33_554_432.0, "peak_bytes": peak}
+        progress.beats[rank] = dataclasses.replace(
+            progress.beats[rank], **measured, peak_bytes_expected=680 << 20
+        )
+    lines = summary(progress, name="r", run_dir=Path("/x/runs/r"), wall_s=75.2, memory={})
+    assert "  a step moves 33.6 MB (worker 1; predicted 33.6 MB)" in lines
+    assert "  memory, at most 700 MiB (worker 0; predicted 680 MiB before activations)" in lines
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_summary_leaves_out_what_is_not_known():
+    progress = trained()
+    assert measured(progress.beats) == []
+    progress.beats[0] = dataclasses.replace(progress.beats[0], step_bytes=5e6, peak_bytes=1 << 30)
+    assert measured(progress.beats) == [
+        "  a step moves 5.0 MB (worker 0)",
+        "  memory, at most 1.0 GiB (worker 0)",
+    ]
+    progress.beats[0] = dataclasses.replace(progress.beats[0], step_bytes=0.0, peak_bytes=None)
+    assert measured(progress.beats) == []  # one worker sends nothing to anybody
 
 
 def test_a_summary_names_the_run_as_the_command_line_finds_it(tmp_path, monkeypatch):

@@ -42,6 +42,8 @@ class Shared:
     size: int = 1
     alone: bool = True
     """Nobody shares the model."""
+    axis: Axis | None = None
+    """Those who do."""
 
     def lines(self) -> list[str]:
         """For people: what is split how, and what is not and why."""
@@ -72,7 +74,7 @@ def share(
     )
     found = _proved(model, blocks, group.size, everyone)
     shared = Shared(whole=whole, elements=numel, size=group.size, alone=False)
-    axis = Axis(group, lost, streams=not staged)
+    axis = shared.axis = Axis(group, lost, streams=not staged)
     for block, (number, partial) in zip(blocks, found, strict=True):
         option = Option(block.alone) if block.alone else None
         if number >= 0:

@@ -22,6 +22,7 @@ from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome
 from echelon.errors import UsageError
+from echelon.mesh.moves import Verb, factor
 from echelon.parallel.tensor.pieces import dealt
 
 MEETING_LIMIT_S = 1800.0
@@ -52,6 +53,8 @@ class Axis:
     def __init__(self, group: Group, lost: Callable[[Outcome], None], streams: bool = True) -> None:
         self.group, self.lost, self.streams = group, lost, streams
         self.rank, self.size = group.rank, group.size
+        self.expects, self.expected = False, 0.0
+        """While a step's shapes are looked at: what they make this rank send, in its backward too."""
         self.passes = 0
         """Forwards of the model so far."""
 
@@ -63,6 +66,16 @@ class Axis:
             "this model is split over workers, and pickling it would write one worker's pieces",
             remedy="run.save(path) writes the whole model as a plain state dict.",
         )
+
+    def expect(self, so: bool) -> None:
+        """From now on, from nothing; or no more."""
+        self.expects = so
+        self.expected = 0.0 if so else self.expected
+
+    def look(self, verb: Verb, x: Tensor, counts: bool = True) -> None:
+        """A forward passed here, and will have sent `x` this way once its backward is over; a backward is not looked at itself."""
+        if self.expects and counts and torch._C._current_graph_task_id() == -1 and not shape_only(x):
+            self.expected += x.nbytes * factor(verb, self.size)
 
     def next_pass(self, module: object, args: object) -> None:
         """The model's forward begins: a hook."""
@@ -111,6 +124,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
+        axis.look("all_reduce", x, ctx.needs_input_grad[0])
         return x.view_as(x)
 
     @staticmethod
@@ -122,6 +136,7 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
+        axis.look("all_reduce", x)
         return axis.sum(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -133,6 +148,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, units: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.units = axis, dim, units
+        axis.look("all_gather", x)
         return axis.gathered(x, dim, units)
 
     @staticmethod
@@ -146,7 +162,9 @@ class _Cut(torch.autograd.Function):
         ctx.axis, ctx.dim, ctx.units = axis, dim, units
         first, last = dealt(units, axis.size, axis.rank)
         each = x.shape[dim] // units
-        return x.narrow(dim, first * each, (last - first) * each).clone()
+        mine = x.narrow(dim, first * each, (last - first) * each).clone()
+        axis.look("all_gather", mine, ctx.needs_input_grad[0])
+        return mine
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -1,0 +1,96 @@
+"""What a step is expected to move and a worker to need: the models as they were prepared, put into the pure counts of mesh/moves.py and
+mesh/memory.py. Asked once the first step is over: then it is known where a model was cut and what shapes pass through shared layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from echelon.mesh import memory, moves
+from echelon.mesh.moves import Crossing
+from echelon.parallel.coded import CodedWire
+from echelon.parallel.pipeline.contract import Port
+from echelon.parallel.rounds import LocalSync
+from echelon.parallel.sums import SumWire
+
+if TYPE_CHECKING:
+    from echelon.piped import Piped
+    from echelon.prepared import Prepared
+
+
+def step_bytes(prepared: Prepared) -> float | None:
+    """What this rank sends in a step (mesh/moves.py). None where sizes do not tell: rows of sparse tables differ from step to step."""
+    sharding, accumulate = prepared.sharding, prepared.strategy.accumulate
+    meetings = [_meeting(sync, prepared.strategy.local_steps) for sync in _whole(prepared)]
+    if None in meetings:
+        return None
+    found = sum(filter(None, meetings))
+    if sharding.level == 1 and sharding.owned is not None:
+        found += sharding.split_bytes * moves.factor("broadcast", sharding.owned.group.size)
+    elif sharding.syncs:
+        found += sharding.step_bytes(accumulate * prepared.strategy.microbatches)
+    for piped in prepared.piped.values():
+        found += accumulate * _crossing(piped) + _tied(piped)
+    return found + sum(shared.axis.expected for shared in prepared.shared.values() if shared.axis is not None)
+
+
+def peak_bytes(prepared: Prepared) -> int | None:
+    """The most memory that this worker needs at once, before what a forward keeps. None where nothing was prepared that trains."""
+    if prepared.needs is None:
+        return None
+    training, base = prepared.needs
+    split = memory.split_of(prepared.strategy, prepared.world.size)
+    here = sum(slot.param.nbytes for sync in _whole(prepared) for slot in sync.slots)
+    if training.parameters and (split.stages > 1 or split.tensor > 1) and split.level < 2:
+        split = replace(split, largest_stage=here * split.tensor / training.parameters)
+    return memory.peak(memory.needed(training, split), base, activations=0)
+
+
+def _whole(prepared: Prepared) -> list[Any]:
+    """The meetings of what is not split by `sharded`."""
+    split = {id(sync) for sync in prepared.sharding.syncs}
+    return [sync for sync in prepared.machine.syncs if id(sync) not in split]
+
+
+def _meeting(sync: Any, local_steps: int) -> float | None:
+    trained = [slot for slot in sync.slots if slot.param.requires_grad]
+    if any(slot.sparse for slot in trained):
+        return None
+    gradients, values = (sum(slot.param.nbytes for slot in of) for of in (trained, sync.slots))
+    if isinstance(sync, LocalSync):
+        return moves.pushed(values, values) / local_steps
+    if not sync.applies_here:
+        return moves.pushed(gradients, values)
+    if isinstance(sync.wire, CodedWire):
+        return float(sum(coder.sent_bytes for coder in sync.wire.coders))
+    if isinstance(sync.wire, SumWire):
+        return moves.summed(gradients, float(sync.wire.share), sync.group.size)
+    return moves.all_reduced(gradients, sync.group.size)
+
+
+def _crossing(piped: Piped) -> float:
+    """The micro-batches of one batch that this worker has, each with its own shapes."""
+    rank, places = piped.world.pipe.rank, piped.strategy.stages
+    where = [stage % places for stage in range(piped.num_stages)]
+    place = piped.world.mesh.stage(piped.world.rank)
+    mine = {a.micro for a in piped.dealer.orders(piped.num_micros)[rank] if a.kind == "forward"}
+    return sum(
+        moves.piped(_crossings(port for s in piped.stages.values() for port in (*s.takes(m), *s.gives(m))), where, place, 1)
+        for m in mine
+    )  # fmt: skip
+
+
+def _crossings(ports: Iterable[Port]) -> list[Crossing]:
+    return [
+        Crossing(p.source, p.target, math.prod(p.shape) * p.dtype.itemsize, p.grad)
+        for p in dict.fromkeys(ports)
+    ]
+
+
+def _tied(piped: Piped) -> float:
+    tied = piped.tied
+    return (
+        moves.all_reduced(sum(p.nbytes for p, _ in tied.copies), tied.group.size) if tied is not None else 0.0
+    )

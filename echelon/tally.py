@@ -1,0 +1,87 @@
+"""What steps moved and the most memory that this worker had, beside what was expected of both.
+
+Counters of groups and links are read where a step begins and where it is applied, so what is sent between steps (evaluation, saves, first
+weights) is not in it. The first step, in which models are cut and values come to servers, counts only where it is the only one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from echelon import expected
+from echelon.loop import Stepping
+from echelon.mesh.limits import Peak
+
+if TYPE_CHECKING:
+    from echelon.prepared import Prepared
+
+
+class Tally:
+    """One a run; asked from the beat's thread."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared, self.machine, self.world = prepared, prepared.machine, prepared.world
+        self.expected_bytes: float | None = None
+        self.expected_peak: int | None = None
+        self._first = self._later = 0.0
+        self._steps = 0
+        self._seen = self.machine.counters.global_step
+        self._mark = self._moved()
+        self._peak = Peak()
+        self.machine.at_snapshot.append(self._step_begins)
+        self.machine.after_apply.append(self._applied)
+        self.machine.on_lost.append(self._lost)
+
+    @property
+    def step_bytes(self) -> float | None:
+        """Moved in a step, on average; None before the first one was applied."""
+        if self._steps == 0:
+            return None
+        return self._first if self._steps == 1 else self._later / (self._steps - 1)
+
+    def peak_bytes(self) -> int | None:
+        """The most that this process had at once, where models lie; None where it cannot be read."""
+        device = self.world.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return self._peak.look() if device.type == "cpu" else None
+
+    def told(self) -> dict[str, Any]:
+        """For the beat."""
+        return {
+            "step_bytes": self.step_bytes,
+            "step_bytes_expected": self.expected_bytes,
+            "peak_bytes": self.peak_bytes() if self._steps else None,
+            "peak_bytes_expected": self.expected_peak,
+        }
+
+    def _moved(self) -> float:
+        servers = self.world.servers
+        return self.world.groups.sent_bytes + (servers.moved_bytes if servers is not None else 0)
+
+    def _step_begins(self) -> None:
+        self._mark = self._moved()
+        self._expect(self._steps == 0)
+
+    def _applied(self, optimizer: Stepping) -> None:
+        before, self._mark = self._mark, self._moved()
+        moved, step = self._mark - before, self.machine.counters.global_step
+        self._steps += step != self._seen
+        self._seen = step
+        if self._steps > 1:
+            self._later += moved
+            return
+        self._first += moved
+        self.expected_bytes = expected.step_bytes(self.prepared)
+        self.expected_peak = expected.peak_bytes(self.prepared)
+
+    def _lost(self) -> None:
+        self._mark = self._moved()
+        self._expect(self._steps == 0)
+
+    def _expect(self, so: bool) -> None:
+        """Layers that workers share add up what the first step's shapes make them send: from its beginning."""
+        for shared in self.prepared.shared.values():
+            if shared.axis is not None and (so or shared.axis.expects):
+                shared.axis.expect(so)
