@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from echelon.clock import Deadline
 from echelon.comm.group import Lost
+from echelon.control.roster import JOINED
 from echelon.data.deal import Cut, Done
 from echelon.ps.desk import Desk
 from echelon.ps.live import LiveGroup
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from echelon.run import Run
 
 TOGETHER_S = 1800.0
+T = TypeVar("T")
 
 
 class Apart:
@@ -78,3 +81,21 @@ def all_here(run: Run) -> None:
     if prepared.apart is not None:
         prepared.apart.term = int(told[2])
     machine.gathered, machine.leaving = True, bool(told[1])
+
+
+def steady(run: Run, call: Callable[[], T]) -> T:
+    """`call()`, by all workers at one place. If one goes meanwhile, its part of it is gone with it, and the others make it once more."""
+    while True:
+        run.machine.drain(all_here=True)
+        seat = run.prepared.seat
+        value = call()
+        if run.prepared.seat == seat:
+            return value
+
+
+def turn(run: Run) -> Callable[[], bool] | None:
+    """Is this worker the lowest of those that are still there, as the coordinator knows it? None where nobody goes on without another."""
+    member = run.member
+    if run.prepared.apart is None or member is None:
+        return None
+    return lambda: run.rank == min(rank for rank, seat in member.roster().items() if seat["state"] == JOINED)

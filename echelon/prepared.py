@@ -248,7 +248,7 @@ class Prepared:
         sync.stop_wanted = lambda: self.stop_wanted()
         sync.saves = lambda: self.saves
         if isinstance(sync, FreeSync):
-            sync.pieces = self._held
+            sync.pieces, sync.leads = self._held, lambda: self.seat[0] == 0
         if isinstance(sync, FirstSync):
             self._one_model()
             sync.count = self._samples

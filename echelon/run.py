@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import away, build, facts
-from echelon.apart import TOGETHER_S, all_here
+from echelon.apart import TOGETHER_S, all_here, steady, turn
 from echelon.clock import Deadline
 from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Lost, Outcome
@@ -140,7 +141,9 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        return self.world.rank == 0
+        """Is this the worker that prints and writes for all? Rank 0; where the others go on without it, the lowest that was there when they
+        last met."""
+        return self.prepared.seat[0] == 0
 
     @property
     def global_step(self) -> int:
@@ -266,19 +269,12 @@ class Run:
         """
         self.keeping.pause("evaluate")
         result: dict[str, float] = self.trail.call(
-            "evaluate", lambda: self.rejoin.call(lambda: self._evaluate(model, loader, fn))
+            "evaluate",
+            lambda: self.rejoin.call(lambda: steady(self, lambda: self._evaluate(model, loader, fn))),
         )
         return dict(result)
 
     def _evaluate(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
-        while True:
-            self.machine.drain(all_here=True)
-            seat = self.prepared.seat
-            found = self._evaluate_once(model, loader, fn)
-            if self.prepared.seat == seat:  # else a worker is gone, and its part with it: once more
-                return found
-
-    def _evaluate_once(self, model: nn.Module, loader: Any, fn: evaluating.Judge) -> dict[str, float]:
         feed = feed_of(loader) or self.prepared.feed(loader, trains=False)
         stop = self.prepared.stop_wanted if self.machine.clean else lambda: False
         average = self.averages.get(id(model))
@@ -293,7 +289,10 @@ class Run:
         self._num_phases += 1
         self.keeping.pause(f"phase {name}")
         done = self.trail.moment(f"phase {name}") is None and self.trail.has_looped
-        return Phase(name, self._num_phases, self.rank, self.member, self.emit, over=done)
+        number, rank = self._num_phases, self.rank
+        return Phase(
+            name, number, rank, self.member, self.emit, does=self.is_main, over=done, heir=turn(self)
+        )
 
     @contextlib.contextmanager
     def build(self) -> Iterator[None]:
@@ -310,9 +309,9 @@ class Run:
         mark = self.trail.moment("save")
         if mark is None:
             return target
-        self.machine.drain(all_here=True)
         self.prepared.make_whole()
-        self.rejoin.call(lambda: saving.save(self.prepared, model, target, self.exchange), mark)
+        save = partial(saving.save, self.prepared, model, target, self.exchange)
+        self.rejoin.call(lambda: steady(self, save), mark)
         mark.done = True
         return target
 

@@ -42,8 +42,8 @@ class GoOn:
 
 def without(who: Who, code: int, strategy: Mapping[str, Any], others: int) -> GoOn | None:
     """A worker was killed: do the others go on without it? They do where they take batches by themselves (async, backup): what it had is
-    dealt again. Worker 0 is the one that prints and writes, so not without it; `others` are the workers that have not ended."""
-    if who.role != WORKER or who.rank == 0 or not 128 < code < 193 or others < 1:
+    dealt again, and if it printed and wrote for all, the next one does. `others` are the workers that have not ended."""
+    if who.role != WORKER or not 128 < code < 193 or others < 1:
         return None
     if not Strategy(**strategy).dealt:
         return None

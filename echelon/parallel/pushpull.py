@@ -371,10 +371,14 @@ class PushSync(AllReduceSync):
     def _upload_changes(self) -> None:
         """The script wrote into parameters itself (load_state_dict, clamping): the servers go on from there."""
         self.held.follow()
-        if self.group.rank == 0:
+        if self._brings():
             told = any(s.param._version != self.versions[s.index] for s in self.slots)
             if told or self.held.edited():
-                self.held.upload()
+                self.held.bring()
+
+    def _brings(self) -> bool:
+        """Is it this worker whose own changes count?"""
+        return self.group.rank == 0
 
     def state(self, optimizer: int, params: Iterable[Tensor]) -> dict[int, dict[str, Tensor]]:
         """By the parameter's id: its optimizer's state, fetched from the servers."""

@@ -205,12 +205,18 @@ class FreeSync(StaleSync):
     pieces: Callable[[], list[list[int]]] = staticmethod(list)
     """What the part that is about to leave was computed from: servers count each piece once."""
 
+    leads: Callable[[], bool] = staticmethod(lambda: True)
+    """Is this the worker that speaks for all? Another one does when the one that did is gone."""
+
     compensation = 0.0
     divided = False
     """What is done about late gradients: the strategy's `compensation` and `stale_lr`."""
 
     def _about(self) -> dict[str, Any]:
         return {"pieces": self.pieces(), "compensation": self.compensation, "divided": self.divided}
+
+    def _brings(self) -> bool:
+        return self.leads()
 
     def apply(self, optimizer: int, groups: Groups) -> Outcome:
         if not self.filled:

@@ -1,21 +1,27 @@
-"""with run.phase(name): the body runs on rank 0; the others wait for it, however long it takes.
+"""with run.phase(name): the body runs on one worker, rank 0; the others wait for it, however long it takes.
 
-The others wait on heartbeats, not on a timeout: a phase ends when rank 0 says so, fails when rank 0 does.
+The others wait on heartbeats, not on a timeout: a phase ends when that worker says so, fails when it does. Where workers go on without
+one that was killed, the next one does a phase that it left unfinished, from its beginning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from echelon import activity
 from echelon.clock import FOREVER_S, Deadline
 from echelon.control.member import Member
-from echelon.errors import PhaseFailed
+from echelon.errors import PhaseFailed, WorldError
 from echelon.events import PhaseChanged, Sink
 
 POLL_S = 30.0
+LOOK_S = 0.2
+"""How often it is looked whether whoever does the phase is still there."""
 
 
 class _Skipped(BaseException):
@@ -26,9 +32,20 @@ class Phase:
     """What `as` gives: `progress(0.47)` is shown to everybody who waits."""
 
     def __init__(
-        self, name: str, number: int, rank: int, member: Member | None, emit: Sink, over: bool = False
+        self,
+        name: str,
+        number: int,
+        rank: int,
+        member: Member | None,
+        emit: Sink,
+        *,
+        does: bool,
+        over: bool = False,
+        heir: Callable[[], bool] | None = None,
     ) -> None:
         self.name, self.number, self.rank, self.member, self.emit = name, number, rank, member, emit
+        self.does, self.heir = does, heir
+        """The body runs here; `heir`, where one that is killed is not missed: is it this worker's turn?"""
         self.over = over
         """It was done before the checkpoint from which this run goes on: nobody does it again."""
         self._before: Any = None
@@ -39,25 +56,26 @@ class Phase:
         self.emit(PhaseChanged(rank=self.rank, name=self.name, state="running", share=share))
 
     def __enter__(self) -> Phase:
-        if self.rank == 0 and not self.over:
-            self._inside.__enter__()
-            self.emit(PhaseChanged(rank=0, name=self.name, state="begun"))
-            return self
-        if not self.over:
+        if not self.over and not self.does:
             self._wait()
+        if not self.over and self.does:
+            self._inside.__enter__()
+            self.emit(PhaseChanged(rank=self.rank, name=self.name, state="begun"))
+            return self
         self._skip(sys._getframe(1))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self.rank != 0 or self.over:
+        if not self.does or self.over:
             self._untrace()
             return kind is _Skipped
         self._inside.__exit__()
-        self.emit(PhaseChanged(rank=0, name=self.name, state="over" if kind is None else "failed"))
+        self.emit(PhaseChanged(rank=self.rank, name=self.name, state="over" if kind is None else "failed"))
         if self.member is not None:
-            word = b"ok" if kind is None else f"{kind.__name__}: {error}".encode()[:2000]
+            who = f"failed on rank {self.rank}"
+            word = b"ok" if kind is None else f"{who}: {kind.__name__}: {error}".encode()[:2000]
             self.member.call("store.set", Deadline.after(POLL_S), key=self._key, value=word)
         return False
 
@@ -66,18 +84,39 @@ class Phase:
         return f"phase/{self.number}"
 
     def _wait(self) -> None:
+        """Until another worker has done it, or until it `does` fall to this one."""
         if self.member is None:
             return
-        with_wire = self.member.dial()
+        with activity.waiting("phase", self.number, f"{activity.PHASE}{self.name}"):
+            word = (
+                self._word(self.member) if self.heir is None else self._word_or_turn(self.member, self.heir)
+            )
+        if word is None:
+            self.does = True
+        elif word != b"ok":
+            raise PhaseFailed(f"phase {self.name!r} {word.decode(errors='replace')}")
+
+    def _word(self, member: Member) -> bytes:
+        wire = member.dial()
         try:
-            with activity.waiting("phase", self.number, f"{activity.PHASE}{self.name}"):
-                word = with_wire.call(
-                    "store.get", Deadline.after(FOREVER_S), key=self._key, timeout_s=FOREVER_S
-                )
+            return bytes(
+                wire.call("store.get", Deadline.after(FOREVER_S), key=self._key, timeout_s=FOREVER_S)
+            )
         finally:
-            with_wire.close()
-        if word != b"ok":
-            raise PhaseFailed(f"phase {self.name!r} failed on rank 0: {word.decode(errors='replace')}")
+            wire.close()
+
+    def _word_or_turn(self, member: Member, heir: Callable[[], bool]) -> bytes | None:
+        """The same; None when all that were before this worker are gone."""
+        pause = threading.Event()
+        while True:
+            with contextlib.suppress(WorldError):  # while the coordinator is being started again
+                if member.call("store.check", Deadline.after(POLL_S), keys=[self._key]):
+                    return bytes(
+                        member.call("store.get", Deadline.after(POLL_S), key=self._key, timeout_s=0.0)
+                    )
+                if heir():
+                    return None
+            pause.wait(LOOK_S)
 
     def _skip(self, frame: FrameType) -> None:
         """Raises in the caller's frame before the first instruction of the body."""

@@ -54,14 +54,17 @@ def save(prepared: Prepared, model: nn.Module, path: Path, exchange: Exchange) -
     if split or world.gradients is not world.everyone:
         exchange = Exchange(world.everyone, _raise)
     shadows = {id(p): s for p, s in zip(average.live, average.shadow, strict=True)} if average else {}
-    found = stream.entries(model, exchange.group.rank, prepared.placed, buffers, shadows)
-    write_once(found, path, exchange, split)
+    rank = prepared.seat[0]
+    found = stream.entries(model, rank, prepared.placed, buffers, shadows)
+    write_once(found, path, exchange, split, writes=rank == 0)
 
 
 @activity.named("run.save")
-def write_once(entries: Sequence[Entry], path: Path, exchange: Exchange, split: bool) -> None:
-    """Every rank returns when the file is there, or raises what a rank met. Where the model is whole, rank 0 writes alone; where it is
-    `split`, all fill the file, and a peer that is lost meanwhile is a PeerLost."""
+def write_once(
+    entries: Sequence[Entry], path: Path, exchange: Exchange, split: bool, *, writes: bool = True
+) -> None:
+    """Every rank returns when the file is there, or raises what a rank met. Where the model is whole, the one that `writes` does so alone;
+    where it is `split`, all fill the file, and a peer that is lost meanwhile is a PeerLost."""
     if split and path.suffix in PICKLED:
         raise UsageError(
             f"{path} would be a pickle, which one rank writes from its own memory, and this model is split over ranks",
@@ -71,11 +74,11 @@ def write_once(entries: Sequence[Entry], path: Path, exchange: Exchange, split: 
         _together(Table(entries), path, exchange)
         return
     failure: list[str] = []
-    if exchange.group.rank == 0:
+    if writes:
         try:
             write(entries, path)
         except (OSError, UsageError) as error:
-            failure = [_reason(0, error)]
+            failure = [_reason(exchange.group.rank, error)]
     _refuse(exchange.words(failure), path)
 
 

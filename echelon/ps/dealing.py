@@ -124,7 +124,7 @@ class Dealing:
         head, rank = request.head, request.peer.rank
         key = _epoch(request)
         if key in self._over:
-            return [lambda: request.answer({"over": True})]
+            return [_later(request, self._end_of_epoch())]
         if key not in self._epochs:
             self._epochs[key] = Open(Pieces(int(head["low"]), map(int, head["above"])))
         found = self._epochs[key]
@@ -195,7 +195,7 @@ class Dealing:
         pieces = found.pieces
         for rank, request in list(found.asking.items()):
             if pieces.over:
-                answers.append(_later(request, {"over": True}))
+                answers.append(_later(request, self._end_of_epoch()))
             elif rank not in found.idle and not pieces.plenty(len(self.live)):
                 continue
             elif (number := pieces.take(rank)) is not None:
@@ -245,7 +245,10 @@ class Dealing:
         return answers
 
     def _over_for(self, key: Epoch) -> list[Callable[[], None]]:
-        return [_later(asked, {"over": True}) for asked in self._epochs.pop(key).asking.values()]
+        return [_later(asked, self._end_of_epoch()) for asked in self._epochs.pop(key).asking.values()]
+
+    def _end_of_epoch(self) -> dict[str, object]:
+        return {"over": True, "live": sorted(self.live)}
 
     # -- meetings --------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class Desk:
         self.meeting: tuple[dict[str, Any], Tensor] | None = None
         """What the last meeting gave: somebody may have missed the answer."""
         self.live: tuple[int, ...] = ()
+        """The workers that are still there, as the dealing server last told; () before it did."""
         way = servers.links[0]
         self._known: Link = way.link if isinstance(way, Route) else way
 

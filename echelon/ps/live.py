@@ -23,9 +23,12 @@ class LiveGroup:
 
     def __init__(self, desk: Desk, number: int, rank: int, size: int) -> None:
         self.desk, self.number, self.rank, self.size = desk, number, rank, size
-        self.live: tuple[int, ...] = tuple(range(size))
-        """Who took part in the last meeting."""
         self._count = 0
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Who took part in the last meeting, less those that were gone when an epoch ended since."""
+        return self.desk.live or tuple(range(self.size))
 
     def buffer(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -40,7 +43,7 @@ class LiveGroup:
             reply = self.desk.ask("deal.meet", head, data, what="the other workers")
         except (LinkLost, PeerLost) as error:
             return lost(error)
-        self.live = self.desk.live = tuple(int(rank) for rank in reply.head["ranks"])
+        self.desk.live = tuple(int(rank) for rank in reply.head["ranks"])
         self.desk.meeting = {**head, "ranks": list(self.live)}, reply.tensors[0]
         rows = reply.tensors[0].view(torch.uint8).reshape(len(self.live), -1)
         if not flat.numel():

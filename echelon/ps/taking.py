@@ -76,6 +76,7 @@ class Taker:
             self._asked = None
         if reply.head.get("over"):
             self.over = True
+            self.desk.live = tuple(int(rank) for rank in reply.head.get("live", self.desk.live))
             return None
         self.low = int(reply.head["low"])
         number = int(reply.head["piece"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections import Counter
@@ -34,20 +35,20 @@ for epoch in run.epochs(int(sys.argv[1])):
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.case("ps,update=async: SIGTERM and --resume")
 @pytest.mark.parametrize("update", ["async", pytest.param("bounded,staleness=2", marks=pytest.mark.slow)])
 def test_sigterm_stops_workers_wherever_they_are_and_resume_takes_the_rest(start_run, tmp_path, update):
     options = ("--servers", "1", "--strategy", f"ps,update={update}", "--name", "apart")
     running = start_run(SCRIPT, "16", workers=3, options=options)
-    running.until(lambda: running.shows("epoch 1"), 60)
+    running.until(lambda: running.shows("epoch 1"), 150)
     running.kill("worker", 1, signal.SIGTERM)
-    stopped = running.wait(60)
+    stopped = running.wait(150)
     assert stopped.code == 75, stopped.err[-3000:]
     assert 44 < _seen(tmp_path) < 16 * 44
     fewer = 2 if update == "async" else 3  # the ledger is nobody's in particular
     again = start_run(SCRIPT, "16", workers=fewer, options=(*options, "--resume"))
-    result = again.wait(90)
+    result = again.wait(150)
     assert result.code == 0, result.err[-3000:]
     assert "epoch 15" in result.out + result.err
     assert _seen(tmp_path) == 16 * 44
@@ -81,24 +82,32 @@ for epoch in run.epochs(int(sys.argv[1])):
         for i in ids.tolist():
             print(epoch, i, file=seen)
         seen.flush()
+    with run.phase(f"epoch {epoch}"):
+        print(epoch, run.rank, file=open("phases", "a"))
+    run.checkpoint()
     run.print("epoch", epoch, "loss", run.evaluate(model, DataLoader(data, batch_size=16), judge)["loss"])
 run.save("weights")
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.case("ps,update=async: a killed worker")
-def test_a_killed_worker_of_async_is_missed_by_nobody_and_its_batches_are_dealt_again(start_run, tmp_path):
-    options = ("--servers", "2", "--strategy", "ps,update=async")
-    running = start_run(KILLED, "6", workers=3, options=options)
-    running.until(lambda: running.shows("epoch 1"), 60)
+@pytest.mark.case("ps,update=async: worker 0 is killed")
+def test_killed_workers_of_async_are_missed_by_nobody_not_even_worker_0(start_run, tmp_path):
+    """Their batches are dealt again, and whoever is left prints, saves and does the phases."""
+    options = ("--servers", "2", "--strategy", "ps,update=async", "--name", "killed")
+    running = start_run(KILLED, "7", workers=3, options=options)
+    running.until(lambda: running.shows("epoch 1"), 150)
+    running.kill("worker", 0, signal.SIGKILL)
+    running.until(lambda: running.shows("epoch 3"), 150)
     running.kill("worker", 2, signal.SIGKILL)
-    result = running.wait(90)
+    result = running.wait(150)
     assert result.code == 0, result.err[-3000:]
+    assert "worker 0 was killed" in result.err
     assert "worker 2 was killed" in result.err
-    assert "epoch 5" in result.out
+    assert "epoch 6" in result.out
     seen = [line for file in sorted(tmp_path.glob("seen-*")) for line in file.read_text().splitlines()]
-    for epoch in range(6):
+    for epoch in range(7):
         counts = Counter(int(line.split()[1]) for line in seen if line.startswith(f"{epoch} "))
         twice = sum(counts.values()) - 60
         assert sorted(counts) == list(range(60))
@@ -106,4 +115,13 @@ def test_a_killed_worker_of_async_is_missed_by_nobody_and_its_batches_are_dealt_
             0,
             4,
         )  # what it had stepped on, and died before it could say so, others step on again, without effect
+    phases = [line.split() for line in (tmp_path / "phases").read_text().splitlines()]
+    by = {int(epoch): int(rank) for epoch, rank in phases}
+    assert sorted(by) == list(range(7))
+    assert (by[0], by[6]) == (0, 1)
+    manifests = sorted((result.run_dir / "checkpoints").glob("*/manifest.json"))
+    assert json.loads(manifests[-1].read_text())["about"]["workers"] == 1
     assert (tmp_path / "weights.safetensors").exists()
+    updates = re.search(r"server 0: \d+ MiB, ([\d,]+) updates", result.err)
+    assert updates is not None
+    assert int(updates.group(1)) == 7 * 15

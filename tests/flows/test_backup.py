@@ -50,7 +50,7 @@ def _counted(told):
     return {e: Counter(i for one in told for i in one["ids"].get(str(e), [])) for e in range(EPOCHS)}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.case("ps,backup: late parts are dropped and dealt again")
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_late_parts_are_dropped_and_every_sample_is_in_one_update(start_run, tmp_path, servers):
@@ -70,7 +70,7 @@ def test_late_parts_are_dropped_and_every_sample_is_in_one_update(start_run, tmp
     )  # a worker that misses updates steps its scheduler less often
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.case("ps,aggregate: more parts than workers")
 def test_two_workers_give_five_parts_to_each_update(start_run, tmp_path):
     options = ("--servers", "1", "--strategy", "ps,aggregate=5")
@@ -82,32 +82,32 @@ def test_two_workers_give_five_parts_to_each_update(start_run, tmp_path):
     assert {one["step"] for one in told} <= set(range(EPOCHS * BATCHES, EPOCHS * (BATCHES + 2)))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.case("ps,backup: a killed worker")
 def test_a_killed_backup_worker_is_missed_by_nobody(start_run, tmp_path):
     options = ("--servers", "1", "--strategy", "ps,backup=1")
     running = start_run(SCRIPT, str(EPOCHS), "0.1", workers=3, options=options)
-    running.until(lambda: running.shows("epoch 0"), 60)
-    running.kill("worker", 2, signal.SIGKILL)
-    result = running.wait(90)
+    running.until(lambda: running.shows("epoch 0"), 150)
+    running.kill("worker", 0, signal.SIGKILL)
+    result = running.wait(150)
     assert result.code == 0, result.err[-3000:]
-    assert "worker 2 was killed" in result.err
-    counted = _counted(_told(tmp_path, range(2)))
+    assert "worker 0 was killed" in result.err
+    counted = _counted(_told(tmp_path, (1, 2)))
     for epoch in range(2, EPOCHS):
         assert counted[epoch] == Counter(range(SAMPLES))
     assert all(times == 1 for counts in counted.values() for times in counts.values())
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.case("ps,backup: SIGTERM and --resume")
 def test_sigterm_saves_the_ledger_and_another_number_of_workers_takes_the_rest(start_run, tmp_path):
     options = ("--servers", "1", "--strategy", "ps,backup=1", "--name", "first")
     running = start_run(SCRIPT, "12", "0.08", workers=4, options=options)
-    running.until(lambda: running.shows("epoch 0"), 60)
+    running.until(lambda: running.shows("epoch 0"), 150)
     running.kill("worker", 1, signal.SIGTERM)
-    stopped = running.wait(60)
+    stopped = running.wait(150)
     assert stopped.code == 75, stopped.err[-3000:]
-    result = start_run(SCRIPT, "12", "0.03", workers=2, options=(*options, "--resume")).wait(90)
+    result = start_run(SCRIPT, "12", "0.03", workers=2, options=(*options, "--resume")).wait(150)
     assert result.code == 0, result.err[-3000:]
     told = _told(tmp_path, range(2))
     counted = {e: sum(len(one["ids"].get(str(e), [])) for one in told) for e in range(12)}

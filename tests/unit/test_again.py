@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic import again, membership
 from echelon.elastic.membership import Membership
 from echelon.elastic.policy import Regroup, Stop, after_loss
-from echelon.errors import CheckpointError, PeerLost
+from echelon.errors import CheckpointError, PeerLost, PhaseFailed
 from echelon.events import Beat, Facts, Failed, WorkersBack
 from echelon.launch import restart
 from echelon.launch.blame import Exit
 from echelon.launch.ends import Ends
 from echelon.launch.restart import Again, GiveUp, Known
 from echelon.mesh.layout import Key, Span
+from echelon.prepare.phase import Phase
 from echelon.prepare.trail import Trail
 from echelon.ps.held import Held
 from echelon.ps.worker import Servers
@@ -294,3 +296,52 @@ def test_while_nothing_counts_servers_are_not_asked():
     servers.pretend(False)
     with pytest.raises(AssertionError, match="asked"):
         held.open()
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "others", "fields", "goes_on"),
+    [
+        (2, 137, 2, {"update": "async"}, True),
+        (0, 137, 2, {"update": "async"}, True),
+        (0, 137, 1, {"backup": 1}, True),
+        (0, 137, 0, {"update": "async"}, False),
+        (0, 1, 2, {"update": "async"}, False),
+        (0, 137, 2, {"update": "sync"}, False),
+        (1, 137, 2, {"update": "bounded"}, False),
+    ],
+)
+def test_whom_the_others_go_on_without(rank, code, others, fields, goes_on):
+    found = restart.without(Who(WORKER, rank), code, {"form": "ps", **fields}, others)
+    assert isinstance(found, restart.GoOn) == goes_on
+
+
+class Told:
+    """A coordinator's table, of which a worker hears after some looks."""
+
+    def __init__(self, words: list[bytes | None]) -> None:
+        self.words, self.said = words, b""
+
+    def call(self, method: str, deadline: Deadline, **args: Any) -> Any:
+        if method == "store.check":
+            return self.words[0] is not None if len(self.words) == 1 else self.words.pop(0) is not None
+        if method == "store.get":
+            return self.words[0]
+        self.said = args["value"]
+        return None
+
+
+def test_a_phase_that_a_killed_worker_left_unfinished_is_done_by_the_next():
+    done, turns = [], [False, True]
+    told = Told([None])
+    with Phase("notes", 1, 1, told, [].append, does=False, heir=lambda: turns.pop(0)):  # type: ignore[arg-type]
+        done.append(1)
+    assert (done, told.said) == ([1], b"ok")
+    told = Told([None, b"ok"])
+    with Phase("notes", 2, 2, told, [].append, does=False, heir=lambda: False):  # type: ignore[arg-type]
+        done.append(2)
+    assert (done, told.said) == ([1], b"")
+    failed = Phase(
+        "notes", 3, 2, Told([b"failed on rank 1: no disk"]), [].append, does=False, heir=lambda: True
+    )  # type: ignore[arg-type]
+    with pytest.raises(PhaseFailed, match="'notes' failed on rank 1: no disk"):
+        failed.__enter__()
