@@ -51,10 +51,6 @@ class Sharding:
         self.optimizers: list[PreparedOptimizer] = []
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.whole_bytes = self.split_bytes = self.root_bytes = 0
-        if (
-            self.splits
-        ):  # takes 40 MiB: had before a model is there, and counted with what the process has by itself
-            import torch.distributed.fsdp  # noqa: F401
 
     @property
     def splits(self) -> bool:
