@@ -37,11 +37,13 @@ def step_bytes(prepared: Prepared) -> float | None:
 
 
 def peak_bytes(prepared: Prepared) -> int | None:
-    """The most memory that this worker needs at once, before what a forward keeps. None where nothing was prepared that trains."""
-    if prepared.needs is None:
+    """The most memory that this worker needs at once, before what a forward keeps. None where nothing was prepared that trains, and where
+    what a form keeps is not counted: what coding owes (compress), values on their way while others step (updates that are not `sync`)."""
+    strategy = prepared.strategy
+    if prepared.needs is None or strategy.compress != "none" or strategy.update != "sync":
         return None
     training, base = prepared.needs
-    split = memory.split_of(prepared.strategy, prepared.world.size)
+    split = memory.split_of(strategy, prepared.world.size)
     here = sum(slot.param.nbytes for sync in _whole(prepared) for slot in sync.slots)
     if training.parameters and (split.stages > 1 or split.tensor > 1) and split.level < 2:
         split = replace(split, largest_stage=here * split.tensor / training.parameters)

@@ -26,6 +26,8 @@ class Tally:
         self.expected_peak: int | None = None
         self._first = self._later = 0.0
         self._steps = 0
+        self._again = False
+        """The step that is under way was lost before: what it took to come back would count as its own."""
         self._seen = self.machine.counters.global_step
         self._mark = self._moved()
         self._peak = Peak()
@@ -61,14 +63,17 @@ class Tally:
         return self.world.groups.sent_bytes + (servers.moved_bytes if servers is not None else 0)
 
     def _step_begins(self) -> None:
-        self._mark = self._moved()
+        self._mark, self._again = self._moved(), False
         self._expect(self._steps == 0)
 
     def _applied(self, optimizer: Stepping) -> None:
         before, self._mark = self._mark, self._moved()
         moved, step = self._mark - before, self.machine.counters.global_step
-        self._steps += step != self._seen
-        self._seen = step
+        fresh, self._seen = step != self._seen, step
+        if self._again:
+            self._again = self.machine.current is not None  # no loader says where the next one begins
+            return
+        self._steps += fresh
         if self._steps > 1:
             self._later += moved
             return
@@ -77,8 +82,7 @@ class Tally:
         self.expected_peak = expected.peak_bytes(self.prepared)
 
     def _lost(self) -> None:
-        self._mark = self._moved()
-        self._expect(self._steps == 0)
+        self._again = True
 
     def _expect(self, so: bool) -> None:
         """Layers that workers share add up what the first step's shapes make them send: from its beginning."""

@@ -17,6 +17,7 @@ from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Work, merge
 from echelon.errors import PeerLost
+from echelon.mesh.moves import factor
 from echelon.parallel.wire import Traffic
 
 SHARE_LIMIT_S = 1800.0
@@ -85,8 +86,9 @@ class Owned:
         for (owner, _), values in sorted(parts.items(), key=lambda item: (item[0][0], str(item[0][1]))):
             here = owner == self.group.rank
             flat = torch.cat([v.reshape(-1) for v in values]) if here else self._room(values)
-            self.traffic.sent_bytes += flat.nbytes if here else 0
-            self.traffic.plain_bytes += flat.nbytes if here else 0
+            num_bytes = int(flat.nbytes * factor("broadcast", self.group.size))
+            self.traffic.sent_bytes += num_bytes
+            self.traffic.plain_bytes += num_bytes
             sent.append((self.group.broadcast(flat, owner), flat, values, here))
         deadline = Deadline.after(SHARE_LIMIT_S)
         outcome = merge([work.wait(deadline) for work, *_ in sent])
