@@ -14,6 +14,7 @@ from echelon.events import (
     Logged,
     Metric,
     PhaseChanged,
+    ProcessEnded,
     ProcessStarted,
     Serving,
     UpdateSkipped,
@@ -79,7 +80,10 @@ class Progress:
     skips: dict[int, int] = field(default_factory=dict)
     """Worker -> updates that it told of as skipped."""
     earlier_samples: int = 0
-    """Of workers that were killed."""
+    """Of workers that were killed, as far as their beats told it."""
+    used: dict[int, int] = field(default_factory=dict)
+    """Worker -> its samples that are in updates, as a server told it."""
+    killed: set[int] = field(default_factory=set)
     _recent: deque[tuple[float, int, Split]] = field(default_factory=deque)
 
     def take(self, event: Event, now: float) -> None:
@@ -105,11 +109,16 @@ class Progress:
             self.paused_s += event.pause_s
         elif isinstance(event, ProcessStarted):
             self.restarts += event.role == WORKER and event.incarnation > 0
+            self.killed -= {rank} if event.role == WORKER else set()
+        elif isinstance(event, ProcessEnded):
+            self.killed |= {rank} if event.role == WORKER and event.code > 128 else set()
         elif isinstance(event, Left):
             self.left[rank] = event.step
             self.step = max(self.step, event.step)
         elif isinstance(event, Serving):
             self.servers[rank] = event
+            for worker, count in event.samples.items():
+                self.used[int(worker)] = max(count, self.used.get(int(worker), 0))
         elif isinstance(event, Failed) and event.role == WORKER:
             self.failed.setdefault(rank, event)
         elif isinstance(event, PhaseChanged):
@@ -123,7 +132,18 @@ class Progress:
 
     @property
     def samples(self) -> int:
-        return self.earlier_samples + sum(beat.samples for beat in self.beats.values())
+        """What a killed worker did after its last beat is known to the others, which it shared its batches with, or to the server that
+        dealt them."""
+        whole = max((beat.all_samples for beat in self.beats.values()), default=0)
+        if self.restarts and whole:
+            return whole
+        return self.earlier_samples + sum(self.samples_of(rank) for rank in self.beats)
+
+    def samples_of(self, rank: int) -> int:
+        """Of one worker that has beaten."""
+        if rank in self.killed and self.used:
+            return self.used.get(rank, 0)
+        return self.beats[rank].samples
 
     @property
     def skipped(self) -> int:

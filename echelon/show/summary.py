@@ -60,7 +60,7 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
         steps = max(progress.left.get(rank, 0), beat.step if beat is not None else 0)
         peak = memory.get(rank) or (beat.peak_rss_bytes if beat is not None else 0)
         rows.append([
-            str(rank), f"{steps:,}", f"{beat.samples:,}" if beat is not None else "-",
+            str(rank), f"{steps:,}", f"{progress.samples_of(rank):,}" if beat is not None else "-",
             *(f"{shares[part]:.0%}" if shares else "-" for part in PARTS), _memory(peak),
         ])  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]

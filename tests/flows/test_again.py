@@ -159,6 +159,7 @@ def test_killed_workers_are_started_again_and_no_bit_is_changed(start_run, tmp_p
     ]
     assert [processes["worker", r]["code"] for r in range(3)] == [0, 0, 0]
     assert "4 workers were started again" in result.err
+    assert "50 steps, 1,000 samples" in result.err
 
 
 @pytest.mark.slow
