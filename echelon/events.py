@@ -308,6 +308,11 @@ class Unstuck(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Entered(Event):
+    """A worker's script called echelon.init: from now on other processes may meet it. Told where there are servers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Left(Event):
     """A worker's script came to its end."""
 

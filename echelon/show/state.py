@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.events import (
     Beat,
+    CheckpointSaved,
     Event,
     Failed,
     Left,
@@ -84,15 +85,14 @@ class Progress:
     used: dict[int, int] = field(default_factory=dict)
     """Worker -> its samples that are in updates, as a server told it."""
     killed: set[int] = field(default_factory=set)
+    saved: CheckpointSaved | None = None
+    """The last complete checkpoint."""
     _recent: deque[tuple[float, int, Split]] = field(default_factory=deque)
 
     def take(self, event: Event, now: float) -> None:
         """Learns from an event that came at `now` (any steady clock); kinds that say nothing here are ignored."""
         rank = event.rank or 0
         if isinstance(event, Beat):
-            before = self.beats.get(rank)
-            if before is not None and event.samples < before.samples:  # a successor counts from 0
-                self.earlier_samples += before.samples
             self.beats[rank] = event
             self.step, self.epoch = max(self.step, event.step), max(self.epoch, event.epoch)
             if self.samples == 0:
@@ -108,13 +108,15 @@ class Progress:
         elif isinstance(event, WorkersBack):
             self.paused_s += event.pause_s
         elif isinstance(event, ProcessStarted):
-            self.restarts += event.role == WORKER and event.incarnation > 0
-            self.killed -= {rank} if event.role == WORKER else set()
+            if event.role == WORKER:
+                self._started(rank, event.incarnation)
         elif isinstance(event, ProcessEnded):
             self.killed |= {rank} if event.role == WORKER and event.code > 128 else set()
         elif isinstance(event, Left):
             self.left[rank] = event.step
             self.step = max(self.step, event.step)
+        elif isinstance(event, CheckpointSaved):
+            self.saved = event
         elif isinstance(event, Serving):
             self.servers[rank] = event
             for worker, count in event.samples.items():
@@ -124,6 +126,13 @@ class Progress:
         elif isinstance(event, PhaseChanged):
             share = f" {event.share:.0%}" if event.share is not None else ""
             self.phase = "" if event.state == "over" else f"{event.name}{share}"
+
+    def _started(self, rank: int, incarnation: int) -> None:
+        self.killed.discard(rank)
+        self.restarts += incarnation > 0
+        if incarnation and rank in self.beats:  # a successor counts from 0
+            self.earlier_samples += self.beats[rank].samples
+            self.beats[rank] = replace(self.beats[rank], samples=0)
 
     @property
     def heard(self) -> set[Who]:

@@ -38,7 +38,7 @@ def summary(
     return [
         *lines,
         f"  folder {short(run_dir)}",
-        f"  logs: echelon logs {shlex.quote(_find(name, run_dir))} --rank 0",
+        f"  logs: echelon logs {shlex.quote(find(name, run_dir))} --rank 0",
     ]
 
 
@@ -171,7 +171,7 @@ def _memory(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
-def _find(name: str, run_dir: Path) -> str:
+def find(name: str, run_dir: Path) -> str:
     """What `echelon logs` and `status` find the run by: its name, or its folder when it lies elsewhere."""
     return name if run_dir == (env.runs_dir() / name).resolve() else short(run_dir)
 
