@@ -115,6 +115,8 @@ class Serving(Sign):
     """Parts that came too late for their step (backup), and pieces that came back from workers that are gone."""
     skipped: int = 0
     """Updates that this server passed over: their gradients were not finite."""
+    samples: dict[str, int] = field(default_factory=dict)
+    """Where it deals (async, backup): worker -> samples of its batches that are in updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,8 @@ class Beat(Sign):
     epoch: int = 0
     num_steps: int = 0
     samples: int = 0
+    all_samples: int = 0
+    """Of all workers, where a batch is cut over them and each knows the whole."""
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -308,6 +312,11 @@ class Unstuck(Event):
     kind: str
     after_s: float
     role: str = "worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entered(Event):
+    """A worker's script called echelon.init: from now on other processes may meet it. Told where there are servers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ def beat(machine: Machine, rank: int, tally: Tally) -> Beat:
         epoch=counters.epoch,
         num_steps=counters.global_step,
         samples=counters.samples,
+        all_samples=counters.all_samples,
         data_s=times.data_s,
         forward_s=times.forward_s,
         backward_s=times.backward_s,

@@ -359,6 +359,7 @@ class Keeping:
             prepared.optimizer._opt_called = True  # type: ignore[attr-defined]  # in its earlier life: no warning
         self.last = None
         if isinstance(saved, Handed):
+            machine.counters.samples, machine.counters.all_samples = 0, self._objects["samples"]
             self.arrived()
         elif self.world.rank == 0:
             self.emit(

@@ -97,9 +97,23 @@ class Times:
 class Counters:
     global_step: int = 0
     samples: int = 0
-    """Samples this rank was given (stand-ins are none)."""
+    """Samples this rank was given (stand-ins are none); what is given again after a loss counts once."""
+    all_samples: int = 0
+    """The same of all ranks, where a batch is cut over them: what a killed one had counted is known to the others."""
+    _kept: tuple[int, int] = 0, 0
     epoch: int = 0
     lost_steps: int = 0
     skipped: int = 0
     """Updates that this rank told of as skipped."""
     times: Times = field(default_factory=Times)
+
+    def given(self, mine: int, everybody: int) -> None:
+        self.samples += mine
+        self.all_samples += everybody
+
+    def keep(self) -> None:
+        """As of now (a Keeper): a lost step is undone to here, and its batches are given again."""
+        self._kept = self.samples, self.all_samples
+
+    def put_back(self) -> None:
+        self.samples, self.all_samples = self._kept

@@ -273,6 +273,7 @@ class Prepared:
 
     def _dropped(self) -> None:
         for loader in self.machine.loaders:
+            self.machine.counters.given(-loader.samples(), 0)  # others will have them
             loader.drop()
 
     def _held(self) -> list[list[int]]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from echelon import env
 from echelon import strategy as strategies
+from echelon.clock import Deadline
 from echelon.control import member as members
-from echelon.events import Beat, Configured, Event, Logged, Metric
+from echelon.events import Beat, Configured, Entered, Event, Logged, Metric
 from echelon.run import Run
 from echelon.show import tensorboard
 from echelon.show.progress import Display
@@ -22,6 +23,7 @@ from echelon.show.summary import closing, short
 from echelon.strategy import Strategy
 
 BEAT_S = 0.25
+ENTER_S = 10.0
 
 _run: Run | None = None
 _last: Run | None = None
@@ -64,6 +66,7 @@ def init(
         _run.machine.after_apply.append(lambda optimizer: shown.look())
         atexit.register(_close, shown.close)
     else:
+        _enter(member)
         _run = Run(place, chosen, member, member.emit)
         _open_torch(_run)
         atexit.register(_close, _nothing)
@@ -103,6 +106,13 @@ def _under_torchrun(
     if _run.is_main:
         _run.emit(Configured(rank=0, strategy=dataclasses.asdict(chosen)))
     return _run
+
+
+def _enter(member: members.Member) -> None:
+    """Says that others may meet this process from now on: one that is killed before is simply started again."""
+    if member.description.get("num_servers", 0):
+        member.emit(Entered(rank=member.place.rank))
+        member.flush(Deadline.after(ENTER_S))
 
 
 def _open_torch(run: Run) -> None:

@@ -44,7 +44,7 @@ class Machine:
         self.syncs: list[GradSync] = []
         self.optimizers: list[Stepping] = []
         self.loaders: list[Rewindable] = []
-        self.keepers: list[Keeper] = []
+        self.keepers: list[Keeper] = [self.counters]
         self.after_apply: list[Callable[[Stepping], None]] = []
         self.before_apply: list[Callable[[Stepping], None]] = []
         self.on_lost: list[Callable[[], None]] = []
@@ -118,12 +118,11 @@ class Machine:
             self._snapshot(loop)
         self.iteration_lost = False
         self.in_iteration.clear()
-        if loop in self.open_loops:
-            self.open_loops.remove(loop)
-        self.open_loops.append(loop)
+        self.open_loops = [*(other for other in self.open_loops if other is not loop), loop]
         self.begins += 1
         self.yielded[id(loop)] = part.count / part.micro.total
-        self.counters.samples += part.count if self.leads else 0
+        whole = 0 if self.strategy.alone else len(part.micro.ids)
+        self.counters.given(part.count if self.leads else 0, whole)
         self.counters.epoch = part.micro.epoch
         self.set_share(self.share_of(part))
 

@@ -138,6 +138,7 @@ class Whole:
             "buffers": own_buffers,
             "random": randomness.packed(randomness.capture(self.world.device.type == "cuda")),
             "step": self.machine.counters.global_step,
+            **({"samples": self.machine.counters.all_samples} if handed else {}),
             "mesh": self._mesh(),
         }
 

@@ -98,7 +98,7 @@ ROWS = {
     "USERS 2", "USERS 4", "USERS 7", "USERS 13", "USERS 17", "USERS 18", "USERS 19", "USERS 20", "USERS 24", "USERS 25",
     # a killed worker is started again
     "again: the decision", "again: groups that change", "again: the state is handed over", "again: no bit is changed",
-    "again: killed on its way back", "again: an exception ends the run", "again: killed before the first batch",
+    "again: killed on its way back", "again: an exception ends the run", "again: killed before the first batch", "again: killed before anybody met it",
     "again: nobody left", "again: evaluate and save", "again: on another host", "again: a storm",
     # layers shared by workers
     "tensor: the plan", "tensor: overrides", "tensor: refusals", "tensor: layers", "tensor: proofs", "tensor: a weight used elsewhere",

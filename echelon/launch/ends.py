@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.errors import PREEMPTED
-from echelon.events import Beat, Configured, Event, Facts, Failed, WorkersBack
+from echelon.events import Beat, Configured, Entered, Event, Facts, Failed, WorkersBack
 from echelon.launch import blame, restart
 from echelon.launch.blame import Exit, Verdict
 from echelon.show.lines import fold
@@ -28,6 +28,10 @@ class Ends:
         self.failures: list[Failed] = []
         self.step = 0
         self.training = False
+        self.met: set[int] = set()
+        """Workers whose scripts have called echelon.init."""
+        self.stays_away: dict[Who, str] = {}
+        """Whoever is not started again, and why."""
         self.replaced: dict[Who, Exit] = {}
         """How those ended that were started again, until they are at work: if they never are, that was the first failure."""
         self._rows: dict[Who, tuple[int, int]] = {}
@@ -38,6 +42,8 @@ class Ends:
             self.failures.append(event)
         elif isinstance(event, Configured):
             self.strategy = event.strategy
+        elif isinstance(event, Entered) and event.rank is not None:
+            self.met.add(event.rank)
         elif isinstance(event, Beat):
             self.step = max(self.step, event.step)
         elif isinstance(event, WorkersBack):
@@ -56,9 +62,12 @@ class Ends:
         self._rows[who] = (self.step, count)
         spoke = any((f.role, f.rank) == tuple(who) for f in self.failures)
         num_workers, num_servers = world
-        known = restart.Known(num_workers, self.training, stopping, spoke, count)
+        met = self.training or who.rank in self.met
+        known = restart.Known(num_workers, met, self.training, stopping, spoke, count)
         found = restart.after_end(who, end.code, incarnation, self.strategy, num_servers, known)
-        if isinstance(found, restart.Again):
+        if isinstance(found, restart.GiveUp):
+            self.stays_away[who] = found.reason
+        else:
             self.forget(who)
             if who.role == WORKER:
                 self.replaced[who] = end

@@ -10,7 +10,7 @@ from echelon.launch import lastwords
 from echelon.launch.blame import Verdict
 from echelon.launch.streams import tail
 from echelon.show.lines import fold
-from echelon.show.summary import measures, summary
+from echelon.show.summary import find, measures, summary
 
 if TYPE_CHECKING:
     from echelon.launch.supervisor import Supervisor
@@ -42,7 +42,7 @@ def finish(run: Supervisor) -> int:
         run.display.say("", *fold(f"run {run.plan.name}: {run.stop.reason}{step}"),
                          *(f"  {line}" for line in run.stop.detail))  # fmt: skip
     elif verdict is not None:
-        run.display.say(*_block(run, verdict))
+        run.display.say(*_block(run, verdict), *_kept(run, verdict))
     else:
         memory = {rank: end.peak_rss_bytes for rank, end in run.ends.workers.items()}
         wall_s = time.monotonic() - run.started
@@ -64,7 +64,18 @@ def _block(run: Supervisor, verdict: Verdict) -> list[str]:
     because = lastwords.why(silent, run.cgroups.get(who, ""), run.memory)
     if who.role == SERVER:
         because = f"Its pid was {run.folder.processes[who].pid}. {because}".strip()
+    if silent is not None and silent.signal and run.plan.num_servers and who in run.ends.stays_away:
+        because = f"{because} It was not started again: {run.ends.stays_away[who]}.".strip()
     return lastwords.here(verdict, host=run.plan.host, step=step, log=log, because=because, style=style)
+
+
+def _kept(run: Supervisor, verdict: Verdict) -> list[str]:
+    """Somebody was killed: what there is to go on from."""
+    saved = run.display.progress.saved
+    if verdict.failed is not None or saved is None:
+        return []
+    name = find(run.plan.name, run.folder.path)
+    return fold(f"the last complete checkpoint is of step {saved.step}: add --resume={name} to go on from it")
 
 
 def _close(run: Supervisor, code: int) -> None:

@@ -15,12 +15,15 @@ from echelon.strategy import Strategy
 MAX_RESTARTS = 5
 """In a row: of the coordinator each within WINDOW_S of the one before, of a worker without a step of the run in between."""
 
+MAX_ANEW = 2
+"""How often in a row a worker is started again that was killed before anybody met it: what kills it so early will do so again."""
+
 WINDOW_S = 60.0
 
 
 @dataclass(frozen=True)
 class Again:
-    """Start it again, in the same seat, as this incarnation."""
+    """Start it again, in the same seat, as this incarnation: the same one, if nobody has met it yet."""
 
     incarnation: int
     reason: str
@@ -28,7 +31,7 @@ class Again:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """It stays away: for a worker or server that is the end of the run."""
+    """It stays away: for a worker or server that is the end of the run. The reason completes "It was not started again: …"."""
 
     reason: str
 
@@ -55,6 +58,8 @@ class Known:
     """What a supervisor knows of the run when somebody ends."""
 
     num_workers: int = 1
+    met: bool = True
+    """Its script had called echelon.init: others may have met it."""
     training: bool = False
     """The first batch was given out: before that there is no place to come back to."""
     stopping: bool = False
@@ -87,7 +92,7 @@ def after_end(
         return worker(who, code, incarnation, strategy, known)
     if who.role == SERVER and code > 128 and Strategy(**strategy).copies(num_servers):
         return Again(incarnation + 1, "another server has a copy of what it held")
-    return GiveUp(f"{who} ended (exit code {code}), and nothing has a copy of what it held")
+    return GiveUp("nothing has a copy of what it held")
 
 
 def worker(
@@ -95,15 +100,18 @@ def worker(
 ) -> Again | GiveUp:
     """A worker that was killed; one whose script raised would only raise again."""
     if known.spoke or not 128 < code < 193:
-        return GiveUp(f"{who} ended by itself (exit code {code})")
+        return GiveUp(f"it ended by itself (exit code {code})")
+    if not known.met and not known.stopping and strategy.get("form") == "ps" and known.in_a_row <= MAX_ANEW:
+        return Again(incarnation, "nobody has met it yet")
     why_not = again.why_not(strategy, known.num_workers - 1)
     if why_not:
-        return GiveUp(f"{who} was killed: {why_not}")
-    if known.stopping or not known.training:
-        when = "while the run was stopping" if known.stopping else "before the first batch"
-        return GiveUp(f"{who} was killed {when}")
+        return GiveUp(why_not)
+    if known.stopping:
+        return GiveUp("the run was stopping")
+    if not known.training:
+        return GiveUp("before the first batch there is no place that it could come back to")
     if known.in_a_row > MAX_RESTARTS:
-        return GiveUp(f"{who} was killed {known.in_a_row} times without a step in between")
+        return GiveUp(f"it was killed {known.in_a_row} times without a step in between")
     return Again(incarnation + 1, "the others have its state, and the servers its parameters")
 
 
@@ -119,9 +127,8 @@ def coordinator(ends: Sequence[float], incarnation: int) -> Again | GiveUp:
     return Again(incarnation + 1, "its journal has all it knew")
 
 
-def words(who: Who, where: str, code: int, step: int) -> list[str]:
-    """For people: it is started again."""
+def words(who: Who, where: str, code: int, step: int, anew: bool = False) -> list[str]:
+    """For people: it is started again; `anew`, if nobody had met it."""
     waits = "; the others wait for it" if who.role == WORKER else ""
-    return fold(
-        f"{who}{where} was killed (signal {code - 128}) after step {step} and is started again{waits}"
-    )
+    when = "before it met the others" if anew else f"after step {step}"
+    return fold(f"{who}{where} was killed (signal {code - 128}) {when} and is started again{waits}")

@@ -239,29 +239,30 @@ class Supervisor:
         who, end = Who(role, rank), self._end_of(role, rank, code, time.time(), message["peak_rss_bytes"])
         self.link.emit(ProcessEnded(rank=rank, role=role, host=self.plan.host, pid=message["pid"], code=code,
                                     peak_rss_bytes=end.peak_rss_bytes, **self._last_words(who, end)))  # fmt: skip
-        self.link.died(who, 0 if self.preempting.in_order(end) else code, process.incarnation)
-        self._note_end(who, end)
+        if not self._note_end(who, end):
+            self.link.died(who, 0 if self.preempting.in_order(end) else code, process.incarnation)
 
     def _end_of(self, role: str, rank: int, code: int, when: float, peak: int) -> Exit:
         ours = self.ending_since is not None
         return Exit(rank, code, when, ours, peak, early=role == SERVER and not ours)
 
-    def _note_end(self, who: Who, end: Exit) -> None:
-        """A worker or server is over, here or elsewhere: the beginning of the end, unless it is started again."""
+    def _note_end(self, who: Who, end: Exit) -> bool:
+        """A worker or server is over, here or elsewhere: the beginning of the end, unless it is started again. True if nobody has met it."""
         self.ends.put(who, end)
         if end.ours or not end.failed or self.preempting.in_order(end) or self.failing_since is not None:
-            return
-        if self.display.progress.step and self.ends.without(who, self.plan.num_workers, self.display.say):
-            return
-        before, stopping = self.folder.processes[who].incarnation, self.preempting.begun
-        numbers = self.plan.num_workers, self.plan.num_servers
-        follows = self.ends.follows(who, end, before, numbers, stopping)
+            return False
+        if self.ends.training and self.ends.without(who, self.plan.num_workers, self.display.say):
+            return False
+        before, world = self.folder.processes[who].incarnation, (self.plan.num_workers, self.plan.num_servers)
+        follows = self.ends.follows(who, end, before, world, self.preempting.begun)
         if isinstance(follows, restart.GiveUp):
             self._first_failure()
-            return
-        self.display.say(*restart.words(who, self.crew.on_host(who), end.code, self.ends.step))
+            return False
+        anew = follows.incarnation == before
+        self.display.say(*restart.words(who, self.crew.on_host(who), end.code, self.ends.step, anew))
         if self.plan.is_here(who):
             self._spawn(self.plan.role(who, follows.incarnation))
+        return anew
 
     def _last_words(self, who: Who, end: Exit) -> dict[str, Any]:
         """What the end of a worker is told with; here, where its log lies, nothing more is needed."""
@@ -319,10 +320,8 @@ class Supervisor:
             self.stop = stop
         elif len(self.ends.workers) == self.plan.num_workers:
             self.done_since = self.done_since or now
-            if (
-                len(self.display.progress.left) == self.plan.num_workers
-                or now - self.done_since > blame.LAST_WORDS_S
-            ):
+            all_left = len(self.display.progress.left) == self.plan.num_workers
+            if all_left or now - self.done_since > blame.LAST_WORDS_S:
                 self._end()
         elif self.workers_since is not None and now - self.workers_since > JOIN_TIMEOUT_S:
             self._check_formed()

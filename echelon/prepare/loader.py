@@ -335,7 +335,8 @@ class Feed(TakesPieces):
             for part in loop.uncommitted:
                 self.ledger.commit(part, self.cut.rank, self.cut.size)
             if loop.takes is not None:
-                loop.takes.done(sorted({part.micro.batch for part in loop.uncommitted if part.micro.last}))
+                pieces = sorted({part.micro.batch for part in loop.uncommitted if part.micro.last})
+                loop.takes.done(pieces, sum(part.count for part in loop.uncommitted))
             loop.uncommitted = []
             loop.committed = loop.position
 

@@ -54,6 +54,8 @@ class Dealing:
         self.live = set(range(num_workers))
         self.returned = 0
         """Pieces that came back from workers that are gone."""
+        self._samples: dict[int, int] = {}
+        """Worker -> samples of what it told to be done."""
         self._epochs: dict[Epoch, Open] = {}
         self._over: set[Epoch] = set()
         self._meetings: dict[tuple[int, int], dict[int, Request]] = {}
@@ -146,7 +148,13 @@ class Dealing:
         return answers
 
     def _done(self, request: Request) -> list[Callable[[], None]]:
+        self._count(request)
         return self._told(request, lambda p, numbers: p.done(numbers, request.peer.rank))
+
+    def _count(self, request: Request) -> None:
+        """How many samples a worker has used so far, as it tells: what it says is the last that is heard of it if it dies."""
+        rank = request.peer.rank
+        self._samples[rank] = max(self._samples.get(rank, 0), int(request.head.get("samples", 0)))
 
     def _leave(self, request: Request) -> list[Callable[[], None]]:
         key, rank = _epoch(request), request.peer.rank
@@ -214,6 +222,7 @@ class Dealing:
     def _rejoin(self, request: Request) -> list[Callable[[], None]]:
         """A worker tells a server that deals in place of another what it knows. Nothing is dealt before all have."""
         head, rank = request.head, request.peer.rank
+        self._count(request)
         if int(head["generation"]) > self._generation:
             self._generation, self._awaited = int(head["generation"]), set(self.live)
         if head["live"]:
@@ -328,6 +337,15 @@ class Dealing:
                 head = {"version": one.version, "log": one.log, "used": one.used, "stop": self._stop}
                 answers.append(_later(request, head))
         return answers
+
+    @property
+    def samples(self) -> dict[int, int]:
+        """Worker -> samples of its batches, or parts of batches, that are in updates."""
+        found = dict(self._samples)
+        for decider in list(self._deciders.values()):
+            for rank, count in list(decider.samples.items()):
+                found[rank] = found.get(rank, 0) + count
+        return found
 
     @property
     def dropped(self) -> int:

@@ -85,6 +85,8 @@ class Decider:
     ) -> None:
         self.policy = Steps(dict.fromkeys(members, 0), more, backup=backup, aggregate=aggregate)
         self.dropped = 0
+        self.samples: dict[int, int] = {}
+        """Worker -> samples of its parts that are in updates."""
         self._find = find
         self._log: list[Entry] = []
         self._knows = dict.fromkeys(self.policy.members, 0)
@@ -156,6 +158,7 @@ class Decider:
                     lead = max(parts, key=lambda p: (p.step, -p.worker)).worker
                     self._log.append(Entry(step, told, lead))
                     for part in parts:
+                        self.samples[part.worker] = self.samples.get(part.worker, 0) + part.count
                         self._each(part, lambda pieces, n: pieces.done([n], HELD))
                         self._pieces.pop((part.worker, part.step), None)
                 case Grant(worker):

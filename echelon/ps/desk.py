@@ -32,6 +32,8 @@ class Desk:
         """What the last meeting gave: somebody may have missed the answer."""
         self.live: tuple[int, ...] = ()
         """The workers that are still there, as the dealing server last told; () before it did."""
+        self.samples = 0
+        """Of the batches that this worker told to be in updates."""
         way = servers.links[0]
         self._known: Link = way.link if isinstance(way, Route) else way
 
@@ -86,5 +88,6 @@ class Desk:
         told, rows = self.meeting if self.meeting is not None else ({}, None)
         head = {
             "generation": generation, "epochs": [e.known() for e in self.epochs.values()], "live": list(self.live), "meeting": told,
+            "samples": self.samples,
         }  # fmt: skip
         link.call("deal.rejoin", head, [rows] if rows is not None else [])

@@ -80,7 +80,7 @@ def _sign(training: Training, apart: Local, deals: Dealing, host: Host, pace: Pa
         doing="serving", updates=updates, sums=training.sums, bytes_in=counters.bytes_in, bytes_out=counters.bytes_out,
         stale=[stale.p50, stale.p99, stale.max] if stale.total else [], behind=stale.classes(),
         busy_s=pace.look(time.monotonic(), updates + training.sums), dropped=deals.dropped, returned=deals.returned,
-        skipped=training.skipped(),
+        skipped=training.skipped(), samples={str(rank): count for rank, count in deals.samples.items()},
     )  # fmt: skip
 
 

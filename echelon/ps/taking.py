@@ -102,10 +102,10 @@ class Taker:
         self.open = [number for number in self.open if number < total]
         self.desk.tell("deal.end", {**self.key, "total": total})
 
-    def done(self, pieces: Sequence[int]) -> None:
-        """They are in updates. Does not wait."""
+    def done(self, pieces: Sequence[int], samples: int = 0) -> None:
+        """They are in updates, with so many samples. Does not wait."""
         if self.tells:
-            self._tell(pieces)
+            self._tell(pieces, samples)
         self.open = [number for number in self.open if number not in pieces]
 
     def drop(self, pieces: Sequence[int]) -> None:
@@ -113,12 +113,13 @@ class Taker:
         of them."""
         self.open = [number for number in self.open if number not in pieces]
 
-    def _tell(self, pieces: Sequence[int]) -> None:
+    def _tell(self, pieces: Sequence[int], samples: int = 0) -> None:
         mine = [number for number in pieces if number in self.open]
         if mine:
             self.open = [number for number in self.open if number not in mine]
             self.finished += mine
-            self.desk.tell("deal.done", {**self.key, "pieces": mine})
+            self.desk.samples += samples
+            self.desk.tell("deal.done", {**self.key, "pieces": mine, "samples": self.desk.samples})
 
     def leave(self) -> None:
         """The loop was left: others may have what this worker did not use."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.events import (
     Beat,
+    CheckpointSaved,
     Event,
     Failed,
     Left,
     Logged,
     Metric,
     PhaseChanged,
+    ProcessEnded,
     ProcessStarted,
     Serving,
     UpdateSkipped,
@@ -79,16 +81,18 @@ class Progress:
     skips: dict[int, int] = field(default_factory=dict)
     """Worker -> updates that it told of as skipped."""
     earlier_samples: int = 0
-    """Of workers that were killed."""
+    """Of workers that were killed, as far as their beats told it."""
+    used: dict[int, int] = field(default_factory=dict)
+    """Worker -> its samples that are in updates, as a server told it."""
+    killed: set[int] = field(default_factory=set)
+    saved: CheckpointSaved | None = None
+    """The last complete checkpoint."""
     _recent: deque[tuple[float, int, Split]] = field(default_factory=deque)
 
     def take(self, event: Event, now: float) -> None:
         """Learns from an event that came at `now` (any steady clock); kinds that say nothing here are ignored."""
         rank = event.rank or 0
         if isinstance(event, Beat):
-            before = self.beats.get(rank)
-            if before is not None and event.samples < before.samples:  # a successor counts from 0
-                self.earlier_samples += before.samples
             self.beats[rank] = event
             self.step, self.epoch = max(self.step, event.step), max(self.epoch, event.epoch)
             if self.samples == 0:
@@ -104,17 +108,31 @@ class Progress:
         elif isinstance(event, WorkersBack):
             self.paused_s += event.pause_s
         elif isinstance(event, ProcessStarted):
-            self.restarts += event.role == WORKER and event.incarnation > 0
+            if event.role == WORKER:
+                self._started(rank, event.incarnation)
+        elif isinstance(event, ProcessEnded):
+            self.killed |= {rank} if event.role == WORKER and event.code > 128 else set()
         elif isinstance(event, Left):
             self.left[rank] = event.step
             self.step = max(self.step, event.step)
+        elif isinstance(event, CheckpointSaved):
+            self.saved = event
         elif isinstance(event, Serving):
             self.servers[rank] = event
+            for worker, count in event.samples.items():
+                self.used[int(worker)] = max(count, self.used.get(int(worker), 0))
         elif isinstance(event, Failed) and event.role == WORKER:
             self.failed.setdefault(rank, event)
         elif isinstance(event, PhaseChanged):
             share = f" {event.share:.0%}" if event.share is not None else ""
             self.phase = "" if event.state == "over" else f"{event.name}{share}"
+
+    def _started(self, rank: int, incarnation: int) -> None:
+        self.killed.discard(rank)
+        self.restarts += incarnation > 0
+        if incarnation and rank in self.beats:  # a successor counts from 0
+            self.earlier_samples += self.beats[rank].samples
+            self.beats[rank] = replace(self.beats[rank], samples=0)
 
     @property
     def heard(self) -> set[Who]:
@@ -123,7 +141,18 @@ class Progress:
 
     @property
     def samples(self) -> int:
-        return self.earlier_samples + sum(beat.samples for beat in self.beats.values())
+        """What a killed worker did after its last beat is known to the others, which it shared its batches with, or to the server that
+        dealt them."""
+        whole = max((beat.all_samples for beat in self.beats.values()), default=0)
+        if self.restarts and whole:
+            return whole
+        return self.earlier_samples + sum(self.samples_of(rank) for rank in self.beats)
+
+    def samples_of(self, rank: int) -> int:
+        """Of one worker that has beaten."""
+        if rank in self.killed and self.used:
+            return self.used.get(rank, 0)
+        return self.beats[rank].samples
 
     @property
     def skipped(self) -> int:

@@ -40,7 +40,7 @@ def summary(
     return [
         *lines,
         f"  folder {short(run_dir)}",
-        f"  logs: echelon logs {shlex.quote(_find(name, run_dir))} --rank 0",
+        f"  logs: echelon logs {shlex.quote(find(name, run_dir))} --rank 0",
     ]
 
 
@@ -62,7 +62,7 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
         steps = max(progress.left.get(rank, 0), beat.step if beat is not None else 0)
         peak = memory.get(rank) or (beat.peak_rss_bytes if beat is not None else 0)
         rows.append([
-            str(rank), f"{steps:,}", f"{beat.samples:,}" if beat is not None else "-",
+            str(rank), f"{steps:,}", f"{progress.samples_of(rank):,}" if beat is not None else "-",
             *(f"{shares[part]:.0%}" if shares else "-" for part in PARTS), _memory(peak),
         ])  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -207,7 +207,7 @@ def _memory(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
 
 
-def _find(name: str, run_dir: Path) -> str:
+def find(name: str, run_dir: Path) -> str:
     """What `echelon logs` and `status` find the run by: its name, or its folder when it lies elsewhere."""
     return name if run_dir == (env.runs_dir() / name).resolve() else short(run_dir)
 

@@ -159,6 +159,7 @@ def test_killed_workers_are_started_again_and_no_bit_is_changed(start_run, tmp_p
     ]
     assert [processes["worker", r]["code"] for r in range(3)] == [0, 0, 0]
     assert "4 workers were started again" in result.err
+    assert "50 steps, 1,000 samples" in result.err
 
 
 @pytest.mark.slow
@@ -203,6 +204,25 @@ def test_a_worker_killed_before_the_first_batch_ends_the_run(start_run, tmp_path
     assert re.search(r"worker 2 on \S+ was killed by SIGKILL", re.sub(r"\s+", " ", result.err)), result.err
     assert "started again" not in result.err
     assert leftovers(tmp_path, before) == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.case("again: killed before anybody met it")
+def test_a_worker_killed_while_it_imports_is_started_again_and_nobody_notices(start_run, tmp_path):
+    script = """
+    import os, signal
+    from pathlib import Path
+    once = Path("killed")
+    if os.environ["ECHELON_RANK"] == "1" and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    running = start_run(script + TRAIN, "0", "2", workers=2, options=SERVED)
+    result = running.wait(END_S)
+    assert result.code == 0, result.err
+    assert "worker 1 was killed (signal 9) before it met the others and is started again" in said(running)
+    assert re.search(r"steps, 400 samples", result.err), result.err
+    assert weights(tmp_path)
 
 
 @pytest.mark.slow

@@ -125,3 +125,4 @@ def test_killed_workers_of_async_are_missed_by_nobody_not_even_worker_0(start_ru
     updates = re.search(r"server 0: \d+ MiB, ([\d,]+) updates", result.err)
     assert updates is not None
     assert int(updates.group(1)) == 7 * 15
+    assert re.search(r"\d steps, 420 samples", result.err), result.err

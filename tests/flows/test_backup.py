@@ -92,6 +92,7 @@ def test_a_killed_backup_worker_is_missed_by_nobody(start_run, tmp_path):
     result = running.wait(150)
     assert result.code == 0, result.err[-3000:]
     assert "worker 0 was killed" in result.err
+    assert re.search(rf"\d steps, {EPOCHS * SAMPLES} samples", result.err), result.err
     counted = _counted(_told(tmp_path, (1, 2)))
     for epoch in range(2, EPOCHS):
         assert counted[epoch] == Counter(range(SAMPLES))

@@ -20,7 +20,7 @@ from echelon.elastic import again, membership
 from echelon.elastic.membership import Membership
 from echelon.elastic.policy import Regroup, Stop, after_loss
 from echelon.errors import CheckpointError, PeerLost, PhaseFailed
-from echelon.events import Beat, Facts, Failed, WorkersBack
+from echelon.events import Beat, Entered, Facts, Failed, WorkersBack
 from echelon.launch import restart
 from echelon.launch.blame import Exit
 from echelon.launch.ends import Ends
@@ -83,8 +83,19 @@ def test_a_worker_that_was_killed_is_started_again_and_one_that_failed_is_not(co
         assert follows.incarnation == 3
 
 
+@pytest.mark.parametrize("fields", [SERVED, {"form": "ps", "update": "async"}, {"form": "ps"}, {}])
+def test_a_worker_that_nobody_has_met_is_started_again_as_if_it_had_not_been_there(fields):
+    ends, who, killed = Ends(fields), Who(WORKER, 1), Exit(1, 137, 5.0)
+    ends.hear(Entered(rank=0))
+    for _ in range(restart.MAX_ANEW if fields else 0):
+        assert ends.follows(who, killed, 0, (3, 2), stopping=False) == Again(0, "nobody has met it yet")
+    assert isinstance(ends.follows(who, killed, 0, (3, 2), stopping=False), GiveUp)
+    assert isinstance(Ends(fields).follows(who, killed, 0, (3, 2), stopping=True), GiveUp)
+
+
 def test_deaths_in_a_row_count_only_while_the_run_makes_no_step():
     ends, who, killed = Ends(SERVED), Who(WORKER, 1), Exit(1, 137, 5.0)
+    ends.hear(Entered(rank=1))
     assert isinstance(ends.follows(who, killed, 0, (3, 2), stopping=False), GiveUp)  # before the first batch
     ends = Ends(SERVED)
     ends.hear(Facts(rank=0, lines=[]))

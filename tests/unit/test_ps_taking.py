@@ -12,6 +12,7 @@ class Desk:
 
     def __init__(self, pieces: list[int]) -> None:
         self.pieces, self.told, self.epochs, self.link = pieces, [], {}, self
+        self.samples, self.live = 0, (0,)
 
     def call(self, verb, head):
         return SimpleNamespace(done=len(self.pieces) > 1, piece=self.pieces.pop(0) if self.pieces else None)

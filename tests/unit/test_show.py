@@ -21,6 +21,8 @@ from echelon.events import (
     Logged,
     Metric,
     PhaseChanged,
+    ProcessEnded,
+    ProcessStarted,
     Serving,
     StepLost,
     UpdateSkipped,
@@ -306,3 +308,23 @@ def test_the_failure_block_ends_with_the_consequences():
         "", "worker 1 on box failed at step 17: ValueError: bad", "Traceback", "ValueError: bad",
         "log: logs/worker-1.log (worker 1 on box, step 17)", "2 other workers failed as a consequence (0,2)",
     ]  # fmt: skip
+
+
+@pytest.mark.case("summary")
+def test_samples_of_a_killed_worker_are_those_that_count_not_those_of_its_last_beat():
+    dealt = Progress(num_workers=2)
+    for rank, samples in ((0, 300), (1, 120)):
+        dealt.take(Beat(rank=rank, step=10, samples=samples), 1.0)
+    dealt.take(Serving(rank=0, samples={"0": 290, "1": 128}), 2.0)  # a beat of worker 0 is newer than that
+    assert dealt.samples == 420
+    dealt.take(ProcessEnded(rank=1, role="worker", host="h", pid=5, code=137), 3.0)
+    assert (dealt.samples, dealt.samples_of(1)) == (428, 128)
+    dealt.take(Serving(rank=0, samples={"0": 0}), 4.0)  # another server deals, and knows nothing of worker 1
+    assert dealt.samples == 428
+    cut = Progress(num_workers=2)
+    for rank, samples in ((0, 300), (1, 280)):
+        cut.take(Beat(rank=rank, step=10, samples=samples, all_samples=600), 1.0)
+    assert cut.samples == 580  # worker 1's next beat has the rest
+    cut.take(ProcessStarted(rank=1, role="worker", host="h", pid=6, incarnation=1), 3.0)
+    cut.take(Beat(rank=1, step=11, samples=20, all_samples=640), 3.0)
+    assert cut.samples == 640
