@@ -5,20 +5,13 @@ Run as `python backend_steps_worker.py RANK RANKS FOLDER FORM MODEL ROUNDS`; ran
 
 from __future__ import annotations
 
-import json
-import math
-import random
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +24,7 @@ from echelon.parallel.tensor import form
 
 sys.path.insert(0, str(Path(__file__).parent))
 import models
+import turns
 from record import cores
 
 LIMIT = timedelta(seconds=60)
@@ -110,32 +104,10 @@ def tensor(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 FORMS = {"ddp": ddp, "fsdp2": fsdp2, "tp": tp, "tp-seq": partial(tp, tokens_split=True), "tensor": tensor}
 
 
-def stepper(kind: str, name: str, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def stepper(kind: str, name: str, group: dist.ProcessGroup) -> turns.Step:
     model, x, y = whole(name)
     model = FORMS[kind](model, group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-
-    def step() -> Tensor:
-        out = model(x)
-        loss = F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def steps_a_round(step: Callable[[], Tensor]) -> int:
-    """Rank 0's count, for all."""
-    spent = []
-    for _ in range(5):
-        began = time.perf_counter()
-        step()
-        spent.append(time.perf_counter() - began)
-    count = [min(200, math.ceil(ROUND_S / statistics.median(spent)))]
-    dist.broadcast_object_list(count)
-    return count[0]
+    return turns.stepper(model, torch.optim.SGD(model.parameters(), lr=0.001), x, y)
 
 
 def main() -> None:
@@ -147,37 +119,15 @@ def main() -> None:
     groups = {side: dist.new_group(backend=side, timeout=LIMIT) for side in SIDES}
     steps = {side: stepper(kind, name, group) for side, group in groups.items()}
     losses = {side: [step().item() for _ in range(4)] for side, step in steps.items()}
-    alike = all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*losses.values(), strict=True))
     begun = groups["echelon"].num_begun
     steps["gloo"]()
     assert groups["echelon"].num_begun == begun, "steps over gloo went over echelon"
     steps["echelon"]()
     assert kind == "tensor" or groups["echelon"].num_begun > begun, "steps over echelon went over gloo"
-    count = steps_a_round(steps["gloo"])
-    steps_a_round(steps["echelon"])  # as many steps so far as the other side
-    mine: dict[str, list[float]] = {side: [] for side in SIDES}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for side in order.sample(SIDES, 2):
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(count):
-                steps[side]()
-            mine[side].append((time.perf_counter() - began) / count)
-    # a round took as long as its slowest rank
-    everyone: list[dict[str, list[float]]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(everyone, mine)
-    times = {
-        side: [max(values) for values in zip(*(of[side] for of in everyone), strict=True)] for side in SIDES
-    }
-    if rank == 0:
-        found = {
-            "times": times,
-            "steps_a_round": count,
-            "same_losses": alike,
-            "threads": torch.get_num_threads(),
-        }
-        (Path(folder) / "times.json").write_text(json.dumps(found))
+    count = turns.steps_a_round(steps["gloo"], ROUND_S)
+    turns.steps_a_round(steps["echelon"], ROUND_S)  # as many steps so far as the other side
+    found = turns.in_turn(steps, rounds, count)
+    turns.tell(Path(folder), found, steps_a_round=count, same_losses=turns.alike(losses))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -101,6 +101,20 @@ def narrow() -> nn.Module:
     return nn.Sequential(*(Pair(1024, 16) for _ in range(8)))
 
 
+def bulge() -> nn.Sequential:
+    """Wide where it is cut and narrow at its ends: cut into 2 or 4 stages, much to send for little computing."""
+    return nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Hardtanh(), nn.Linear(2048, 16))
+
+
+def stack(vocab: int = 1000, width: int = 256, layers: int = 6) -> nn.Sequential:
+    """A transformer as a plain list of layers, nothing tied: what can be cut by hand."""
+    body = [
+        nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        for _ in range(layers)
+    ]
+    return nn.Sequential(nn.Embedding(vocab, width), *body, nn.Linear(width, vocab))
+
+
 def blocks() -> nn.Module:
     """2 large pairs: much computing for an exchange."""
     return nn.Sequential(*(Pair(1024, 4096) for _ in range(2)))

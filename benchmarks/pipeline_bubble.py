@@ -1,4 +1,4 @@
-"""The bubble of each schedule, predicted and measured: balanced stages of matrix products, one core a worker, shared memory.
+"""The bubble of each schedule, predicted and measured: balanced stages of matrix products, one thread a worker, shared memory.
 
     python benchmarks/pipeline_bubble.py [--places 4] [--micros 8] [--steps 20] [--width 768] [--rows 256] [--still]
 
@@ -94,14 +94,20 @@ class Products:
         self.inputs, self.grads = {}, {}
 
 
+def cores_of(rank: int, size: int) -> set[int]:
+    """Neighbouring cores of its own for each worker; all of them where there are too few. It computes with one thread, but must not be held
+    to one core: the thread that moves messages would wait there for the products, up to the scheduler's slice of some milliseconds at every hop."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // size
+    return set(cores[rank * each : (rank + 1) * each] if each > 1 else cores)
+
+
 def work(
     rank: int, fds: list[int], orders: Orders, asked: argparse.Namespace, tell: int, seconds: float
 ) -> None:
     """One worker: steps from barrier to barrier; tells what it computed and what each step took."""
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= len(orders):
-        os.sched_setaffinity(0, {cores[rank]})
+    os.sched_setaffinity(0, cores_of(rank, len(orders)))
     core = native.core().ShmGroup(rank, fds[0], fds[1:], 1)
     group = NativeGroup(core, rank, len(orders), torch.device("cpu"))
     mine = sorted({a.stage for a in orders[rank]})

@@ -151,7 +151,7 @@ class AllReduceSync:
             grad = grad.detach()
         if not share.last:
             if share.counts:
-                slot.bank(grad.mul(share.weight) if slot.lies_in(grad) else grad.mul_(share.weight))
+                slot.bank(grad, share.weight)
                 self.banked = True
             param.grad = None
             return
@@ -345,7 +345,7 @@ class AllReduceSync:
         for slot in self._mine(params):
             grad = slot.param.grad
             if grad is not None:  # the script's own, in mid-group
-                slot.bank(grad.detach() * self.share.weight)
+                slot.bank(grad.detach() * self.share.weight, 1.0)
                 slot.param.grad, self.banked = None, True
             slot.seal()
 

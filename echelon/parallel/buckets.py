@@ -44,9 +44,14 @@ class Slot:
         self.sealed: Tensor | None = None
         """… and what the script already stepped on: zero_grad does not take it back."""
 
-    def bank(self, grad: Tensor) -> None:
-        """Adds a weighted gradient to what the group holds here. Takes the tensor over."""
-        self.pending = grad if self.pending is None else self.pending.add_(grad)
+    def bank(self, grad: Tensor, weight: float) -> None:
+        """Adds a gradient times its weight to what the group holds here, in one pass. Takes the tensor over if it is not the slot's view."""
+        if self.pending is not None:
+            self.pending.add_(grad, alpha=weight)
+        elif self.lies_in(grad):
+            self.pending = grad.mul(weight)
+        else:
+            self.pending = grad if weight == 1.0 else grad.mul_(weight)
 
     def lies_in(self, grad: Tensor) -> bool:
         """Is this gradient the slot's own view?"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -113,9 +113,9 @@ class Plans:
         self._known: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
         self._plans: dict[int, tuple[Plan, ...]] = {}
 
-    def of(self, micro: MicroBatch) -> tuple[Plan, ...]:
-        """The plan of every stage for this micro-batch. Records that are forgotten take their plans along."""
-        record = self.records.of(micro.args, micro.kwargs)
+    def of(self, micro: MicroBatch, mode: Hashable = None) -> tuple[Plan, ...]:
+        """The plan of every stage for this micro-batch; `mode`: see Records.of. Records that are forgotten take their plans along."""
+        record = self.records.of(micro.args, micro.kwargs, mode)
         if self._known.get(id(record)) is not record:
             for old in set(self._plans) - set(self._known):
                 del self._plans[old]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ class ModelStage:
         self._loss_fn: Callable[[Any, Any], Tensor] | None = None
         self._kept: dict[int, Kept] = {}
         self._of: dict[int, Plan] = {}
+        self._mode: Hashable = None
+        """The model's, for all micro-batches of a step."""
         self._deferrable: dict[int, tuple[Plan, frozenset[str]]] = {}
 
     def begin(self, micros: Sequence[MicroBatch], loss_fn: Callable[[Any, Any], Tensor]) -> None:
@@ -55,7 +57,8 @@ class ModelStage:
     def plan(self, micro: int) -> Plan:
         found = self._of.get(micro)
         if found is None:
-            found = self._of[micro] = self.plans.of(self._micros[micro])[self.index]
+            self._mode = self._mode or self.plans.records.now()
+            found = self._of[micro] = self.plans.of(self._micros[micro], self._mode)[self.index]
         return found
 
     def takes(self, micro: int) -> Sequence[Port]:
@@ -141,7 +144,7 @@ class ModelStage:
         self._kept.clear()
         self._of.clear()
         self.losses.clear()
-        self._micros = ()
+        self._micros, self._mode = (), None
 
     def _put_off(self, plan: Plan, later: Later) -> Deferring:
         known = self._deferrable.get(id(plan))

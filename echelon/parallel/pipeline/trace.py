@@ -35,9 +35,9 @@ class Records:
         self.call = call or model
         self._kept: OrderedDict[Hashable, Record] = OrderedDict()
 
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Record:
-        """The record of the forward for inputs like these, in the model's present mode."""
-        key = self._key(args, kwargs)
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Hashable = None) -> Record:
+        """The record of the forward for inputs like these, in the model's present mode (`mode`: what `now` gave, where many are asked for)."""
+        key = _shape((args, dict(kwargs))), mode or self.now()
         found = self._kept.get(key)
         if found is None:
             found = self._kept[key] = record(self.model, args, kwargs, self.call)
@@ -46,10 +46,11 @@ class Records:
         self._kept.move_to_end(key)
         return found
 
-    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    def now(self) -> Hashable:
+        """What records depend on beside the inputs. A walk through the whole model."""
         modes = tuple(module.training for module in self.model.modules())
         frozen = tuple(parameter.requires_grad for parameter in self.model.parameters())
-        return _shape((args, dict(kwargs))), modes, frozen, torch.is_grad_enabled(), autocast_now()
+        return modes, frozen, torch.is_grad_enabled(), autocast_now()
 
 
 def _shape(tree: Any) -> Hashable:

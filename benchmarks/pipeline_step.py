@@ -1,0 +1,51 @@
+"""Steps under `pipeline=P` beside torch.distributed.pipelining over gloo: the same stages, micro-batches and schedule, in one launch a row.
+
+    python benchmarks/pipeline_step.py                       2 workers, about 4 minutes on 2 cores
+    python benchmarks/pipeline_step.py --schedules 1f1b --models heavy --rounds 6 --no-file
+
+`blocks` is 6 transformer layers of width 256 between an embedding and an output layer; `heavy` is 4 residual bottlenecks whose activations are wide (2 MiB a
+micro-batch) for what they compute. Both sides get the whole batch on every rank, cut it at the same modules, and step with plain SGD. Interleaved: 2
+stages a worker. Zero-bubble: PyTorch's ScheduleInterleavedZeroBubble with one stage a rank. Ratios are gloo / echelon; goals: 1.0, and 1.2 for
+`heavy`. A round took as long as its slowest worker.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import beside
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+GOALS = {"blocks": 1.0, "heavy": 1.2}
+
+
+def main() -> None:
+    parser = beside.parser(__doc__)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--micros", type=int, default=8)
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--models", default=",".join(GOALS))
+    asked = parser.parse_args()
+    worker = str(Path(__file__).with_name("pipeline_step_worker.py"))
+    rows = [
+        beside.Row(
+            f"{schedule} {model}",
+            beside.echelon_run(
+                asked.workers, f"pipeline={asked.workers},microbatches={asked.micros},schedule={schedule}",
+                worker, "FOLDER", model, str(asked.rounds),
+            ),
+            GOALS[model],
+        )
+        for schedule in asked.schedules.split(",")
+        for model in asked.models.split(",")
+    ]  # fmt: skip
+    results = beside.table(rows)
+    beside.leave(
+        f"pipeline-step-{asked.workers}workers", results, asked, workers=asked.workers, micros=asked.micros
+    )
+
+
+if __name__ == "__main__":
+    main()
