@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from echelon import build, facts, staging
@@ -150,12 +150,15 @@ class Prepared:
         if any(model is known for known in self.models):
             return model
         self.sharding.check(model, self._owned)
-        if recipe.is_recorded(model):
-            self._make(model)
+        recorded = recipe.is_recorded(model)
+        if recorded:
+            recipe.agree(recipe.recipe_of(model), self.world.everyone)
         else:
             model.to(self.world.device)
             models.equalise([*model.parameters(), *model.buffers()], self.world.everyone)
         self._share(model)
+        if recorded:
+            self._make(model)
         if self.strategy.sync_batchnorm and not self.strategy.alone:
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
@@ -178,8 +181,12 @@ class Prepared:
         models.watch_zero_grad(model, self.machine)
         self.machine.keepers.append(Buffers(model))
         if self.strategy.ema:
-            average = self.averages[id(model)] = Average(model, self.strategy.ema, self.placed)
-            self.machine.keepers.append(Tensors(average.shadow))
+            average = self.averages[id(model)] = Average(model, self.strategy.ema)
+            kept = Tensors(average.shadow)
+            average.on_begin = kept.follow
+            if id(model) not in self.later:
+                average.begin(self.placed)
+            self.machine.keepers.append(kept)
         self.models.append(model)
         self.ready("model", len(self.models) - 1)
         return model
@@ -206,19 +213,23 @@ class Prepared:
                 self.placed[id(user.get_buffer(name))] = placed
 
     def _make(self, model: nn.Module) -> None:
-        """A model of run.build(): each rank makes its part, under pipeline once it is cut. With ema or tensor all of it is needed here."""
-        recipe.agree(recipe.recipe_of(model), self.world.everyone)
-        if self.strategy.stages > 1 and self.strategy.tensor == 1 and not self.strategy.ema:
-            self.later[id(model)] = Later(model, self.world.device)
-        else:
-            recipe.materialise(model)
-            model.to(self.world.device)
+        """A model of run.build(): each rank makes its part, under pipeline once it is cut, and where sharding splits it, there."""
+        device = self.world.device
+        if self.strategy.stages > 1:
+            self.later[id(model)] = Later(model, device)
+        elif not self.sharding.splits:
+            recipe.materialise(model, keep=lambda name, tensor: tensor.to(device))
 
     def make_whole(self) -> None:
         """Models that are not made yet are, whole: for who reads or writes their tensors before the first step."""
-        for later in self.later.values():
-            later.make()
-        self.later.clear()
+        for model in [m for m in self.models if id(m) in self.later]:
+            self.make(model)
+
+    def make(self, model: nn.Module, here: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+        """Of a model that waits for its cut: the parameters of which `here` is true are made, and its average begins."""
+        self.later.pop(id(model)).make(here)
+        if average := self.averages.get(id(model)):
+            average.begin(self.placed)
 
     def _meeting(
         self, model: nn.Module, fresh: list[tuple[str, nn.Parameter, bool]], split: ShardedSync | None
@@ -296,10 +307,10 @@ class Prepared:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if prepared_optimizer(optimizer) is None:
-            recipe.settle(optimizer)
             for shared in self.shared.values():
                 tensors.split_state(optimizer, shared.pieces, self.warn)
             self.sharding.optimizer(optimizer)
+            recipe.settle(optimizer)
             prepared = PreparedOptimizer(optimizer, self.machine)
             self.sharding.adopted(prepared)
             self.machine.keepers.append(Hyper(optimizer))

@@ -27,7 +27,7 @@ def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]])
 
     def staged(model: nn.Module) -> GradSync:
         if id(model) in prepared.later:
-            prepared.later.pop(id(model)).make(here)
+            prepared.make(model, here)
         mine = [entry for entry in params if here(entry[1])]
         index = prepared.models.index(model)
         for name, buffer in models.unwrapped(model).named_buffers():

@@ -238,6 +238,7 @@ class Whole:
         here = set(saved.keys())
         if index >= len(objects["extra"]):
             return
+        self.prepared.make_whole()
         average = self.prepared.averages.get(id(model))
         shadows = {id(p): s for p, s in zip(average.live, average.shadow, strict=True)} if average else {}
         wanted: set[str] = set()

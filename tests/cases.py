@@ -114,7 +114,8 @@ ROWS = {
     "pipeline: stages are the whole model", "pipeline: changing lengths", "pipeline: control flow over numbers is refused",
     "pipeline: the cut", "pipeline: random forwards at every cut", "pipeline: layers are measured",
     # models that one worker cannot hold
-    "run.build: start weights bit-equal", "run.build: nothing is allocated",
+    "run.build: start weights bit-equal", "run.build: parts under sharded, tensor and pipeline",
+    "run.build: nothing is allocated",
     "too large: plain data parallel names the shortfall and what would fit", "too large: what is needed and what fits",
     "too large: an allocation that fails is told what takes less",
     "tensor: with a pipeline",

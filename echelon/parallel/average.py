@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,11 +15,18 @@ from echelon.parallel.local import local
 class Average:
     """average = decay * average + (1 - decay) * weights; buffers are the model's own. Of what is split, the part that is here."""
 
-    def __init__(self, model: nn.Module, decay: float, placed: Mapping[int, Placed]) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay
-        here = [p for p in model.parameters() if id(p) not in placed or placed[id(p)].runs]
-        self.live: list[Tensor] = [p for p in here if p.is_floating_point()]
-        self.shadow: list[Tensor] = [local(p.detach()).clone() for p in self.live]
+        self.live: list[Tensor] = []
+        self.shadow: list[Tensor] = []
+        self.on_begin: Callable[[], None] = lambda: None
+
+    def begin(self, placed: Mapping[int, Placed]) -> None:
+        """The average is what the weights are now. Before that there is none."""
+        here = [p for p in self.model.parameters() if id(p) not in placed or placed[id(p)].runs]
+        self.live[:] = [p for p in here if p.is_floating_point()]
+        self.shadow[:] = [local(p.detach()).clone() for p in self.live]
+        self.on_begin()
 
     @torch.no_grad()
     def update(self) -> None:

@@ -28,7 +28,8 @@ class Keeper(Protocol):
 
 
 class Tensors:
-    """Copies of some tensors, in memory that is made once. Whoever owns the list may take tensors out of it."""
+    """Copies of some tensors, in memory that is made once. Whoever owns the list may take tensors out of it, and calls follow() when some
+    have come in."""
 
     def __init__(self, live: list[Tensor]) -> None:
         self.live = live
@@ -37,21 +38,23 @@ class Tensors:
 
     @torch.no_grad()
     def keep(self) -> None:
-        self._follow()
+        self.follow()
         if self.live:
             torch._foreach_copy_(self.copies, [local(t) for t in self.live])
 
     @torch.no_grad()
     def put_back(self) -> None:
-        self._follow()
+        self.follow()
         if self.live:
             torch._foreach_copy_([local(t) for t in self.live], self.copies)
 
-    def _follow(self) -> None:
-        """Copies of what is no longer there go with it."""
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Copies of what is no longer there go with it; what is new is kept as it is now."""
         if len(self.live) != len(self._of):
             known = {id(t): copy for t, copy in zip(self._of, self.copies, strict=True)}
-            self.copies, self._of = [known[id(t)] for t in self.live], list(self.live)
+            self.copies = [known[id(t)] if id(t) in known else local(t).clone() for t in self.live]
+            self._of = list(self.live)
 
 
 class Buffers:

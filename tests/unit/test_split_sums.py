@@ -192,7 +192,8 @@ def test_a_model_that_is_whole_asks_nobody():
 def test_averages_follow_parameters_that_are_no_longer_here_and_steps_are_still_undone():
     """A pipeline is cut in its first step: after the snapshot of it."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    average = Average(net, 0.5, {})
+    average = Average(net, 0.5)
+    average.begin({})
     kept = Tensors(average.shadow)
     kept.keep()
     before = [t.clone() for t in average.shadow[2:]]
@@ -205,3 +206,20 @@ def test_averages_follow_parameters_that_are_no_longer_here_and_steps_are_still_
     assert all(torch.equal(a, b) for a, b in zip(average.shadow, before, strict=True))
     kept.keep()
     assert len(kept.copies) == 2
+
+
+def test_an_average_that_begins_after_the_snapshot_is_undone_to_its_beginning():
+    net = nn.Linear(2, 2)
+    average = Average(net, 0.5)
+    kept = Tensors(average.shadow)
+    average.on_begin = kept.follow
+    kept.keep()
+    average.update()
+    average.begin({})
+    begun = [t.clone() for t in average.shadow]
+    with torch.no_grad():
+        net.weight.add_(1)
+    average.update()
+    assert not torch.equal(average.shadow[0], begun[0])
+    kept.put_back()
+    assert all(torch.equal(a, b) for a, b in zip(average.shadow, begun, strict=True))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -130,18 +130,38 @@ def fill(model: nn.Module) -> None:
     `fully_shard` and `distribute_tensor` work on recorded parameters, as all that they do is recorded too; a rank then makes its own
     parts alone, in the same objects. Memory on the way: about one whole tensor."""
     for _, tensor in tensors(model):
-        local = getattr(tensor, "_local_tensor", None)
-        recorder = recorder_of(tensor)
-        if recorder is None:
-            continue
-        give_back(_bytes(tensor))
-        (value,) = recorder.values([tensor if local is None else local])
-        if local is None:
-            put(model, tensor, value)
-        else:
-            small = value.untyped_storage().nbytes() <= 2 * _bytes(value)
-            tensor._local_tensor = value if small else value.clone()  # type: ignore[attr-defined]
+        if recorder_of(tensor) is not None:
+            give_back(_bytes(tensor))
+            value = _made(tensor)
+            if value is not tensor:
+                put(model, tensor, value)
     give_back(1 << 20)
+
+
+def _made(recorded: Tensor) -> Tensor:
+    """The real tensor; a DTensor itself, whose part here is real then."""
+    recorder, part = recorder_of(recorded), getattr(recorded, "_local_tensor", recorded)
+    assert recorder is not None
+    (value,) = recorder.values([part])
+    if part is recorded:
+        return value
+    small = value.untyped_storage().nbytes() <= 2 * _bytes(value)
+    recorded._local_tensor = value if small else value.clone()  # type: ignore[attr-defined]
+    return recorded
+
+
+def stand_ins(module: nn.Module) -> dict[int, Any]:
+    """For copy.deepcopy, which then gives a real module: by their ids, real tensors in place of recorded ones. Parameters are without
+    values, buffers have theirs."""
+    found: dict[int, Any] = {}
+    for _, tensor in tensors(module):
+        recorder = recorder_of(tensor)
+        if recorder is not None and isinstance(tensor, nn.Parameter):
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            found[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        elif recorder is not None:
+            found[id(tensor)] = recorder.values([tensor])[0]
+    return found
 
 
 def placeholder(like: Tensor) -> Tensor:
@@ -166,16 +186,12 @@ def repoint(optimizer: torch.optim.Optimizer, replaced: dict[int, Tensor]) -> No
 
 
 @torch.no_grad()
-def settle(
-    optimizer: torch.optim.Optimizer, keep: Callable[[Tensor, Tensor], Tensor] = lambda p, state: state
-) -> None:
-    """State that an optimizer made from recorded parameters (Adagrad does when it is constructed) becomes real: `keep(parameter,
-    whole state)` says which part."""
-    for param, state in optimizer.state.items():
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """State that an optimizer made from recorded parameters (Adagrad does when it is constructed) becomes real, cut as it is by now."""
+    for state in optimizer.state.values():
         for slot, value in state.items():
-            recorder = recorder_of(value) if isinstance(value, Tensor) else None
-            if recorder is not None:
-                state[slot] = keep(param, recorder.values([value])[0])
+            if isinstance(value, Tensor) and recorder_of(value) is not None:
+                state[slot] = _made(value)
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -217,11 +233,12 @@ def put(model: nn.Module, old: Tensor, part: Tensor) -> Tensor:
     if recorder is None and type(new) is type(old):
         old.data = part
         return old
-    if getattr(old, "_backward_hooks", None) or getattr(old, "_post_accumulate_grad_hooks", None):
+    if getattr(old, "_post_accumulate_grad_hooks", None):
         raise UsageError(
-            "a parameter of the model has a hook that was registered before the parameter was made",
-            remedy="Register hooks on parameters after run.prepare(model).",
+            "a parameter of the model has a hook after accumulation that was registered before the parameter was made",
+            remedy="Call register_post_accumulate_grad_hook after run.prepare(model); register_hook may be called before.",
         )
+    hooks, old._backward_hooks = old._backward_hooks, None
     own = {k: v for k, v in vars(old).items() if recorder is None or k not in recorder.marks}
     if new is part and vars(part):
         new = part.detach()  # somebody's own object: it keeps its attributes
@@ -232,6 +249,8 @@ def put(model: nn.Module, old: Tensor, part: Tensor) -> Tensor:
         return _replace(model, old, new)
     old.__dict__, new.__dict__ = new.__dict__, old.__dict__
     torch._C._swap_tensor_impl(old, new)
+    if hooks:
+        old._backward_hooks = hooks  # torch keeps them with what has just been exchanged
     return old
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
+from echelon.parallel.building import recipe
 from echelon.parallel.local import is_split
 from echelon.parallel.sharded import units as deciding
 from echelon.parallel.sharded.owners import rows
@@ -61,7 +62,7 @@ def device_mesh(ranks: Sequence[int], size: int, device: torch.device) -> Any:
 def split(
     model: nn.Module, mesh: Any, *, level: int, unit_bytes: int, sparse: set[int], known: set[int]
 ) -> Split:
-    """Applies fully_shard to the model in place. `sparse`: ids of tables whose gradients are rows; `known`: those split with an earlier model."""
+    """Applies fully_shard to the model in place; of a recorded one this rank's parts are made then. `sparse`: ids of tables whose gradients are rows; `known`: those split with an earlier model."""
     from torch.distributed.fsdp import fully_shard
 
     root = getattr(model, "_orig_mod", model)
@@ -69,6 +70,7 @@ def split(
     stays |= _odd_types([p for p in root.parameters() if p not in stays])
     whole = [p for p in root.parameters() if p in stays and id(p) not in known]
     if all(p in stays for p in root.parameters()):
+        recipe.fill(root)
         return Split([], whole)
     made = Split([], whole)
     old = {
@@ -94,6 +96,7 @@ def split(
                 made.replaced[id(before)] = (before, param)
     for before, param in made.replaced.values():
         _retire(before, param)
+    recipe.fill(root)
     made.units[-1]._lazy_init()  # now: else whichever module runs first would be the root
     root.register_forward_hook(_After(made.units))
     return made
@@ -194,8 +197,10 @@ def _odd_types(params: list[nn.Parameter]) -> set[nn.Parameter]:
 
 
 def _retire(old: nn.Parameter, new: nn.Parameter) -> None:
+    recorder = recipe.recorder_of(old)
+    marks = recorder.marks if recorder is not None else set()
     for key, value in vars(old).items():
-        if not key.startswith("_"):
+        if not key.startswith("_") and key not in marks:
             setattr(new, key, value)
-    old.data = torch.full((), float("nan"), dtype=old.dtype).expand(old.shape)
+    recipe.put(nn.Module(), old, recipe.placeholder(old).to("cpu"))
     old.__class__ = Retired

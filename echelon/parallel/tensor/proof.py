@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from echelon.comm.group import Lost, Outcome
 from echelon.comm.threads import Room, ThreadGroup
+from echelon.parallel.building.recipe import stand_ins
 from echelon.parallel.tensor.describe import transposed
 from echelon.parallel.tensor.layers import taken
 from echelon.parallel.tensor.meet import Axis
@@ -115,7 +116,9 @@ def _apart(model: nn.Module, block: Block, option: Option) -> tuple[nn.Module, O
     if block.span:
         owner = nn.Sequential(*[owner.get_submodule(name) for name in block.span])
     large = sum(p.numel() for p in owner.parameters()) > LARGE
-    whole = copy.deepcopy(owner).to("cpu", torch.float32 if large else torch.float64).train()
+    whole = (
+        copy.deepcopy(owner, stand_ins(owner)).to("cpu", torch.float32 if large else torch.float64).train()
+    )
     for inner in whole.modules():
         for name in [
             n for n, value in vars(inner).items() if type(value) is float and ("drop" in n or n == "p")
