@@ -28,7 +28,8 @@ class Keeper(Protocol):
 
 
 class Tensors:
-    """Copies of some tensors, in memory that is made once. Whoever owns the list may take tensors out of it."""
+    """Copies of some tensors, in memory that is made once. Whoever owns the list may take tensors out of it, or put others in their stead
+    before anything has changed."""
 
     def __init__(self, live: list[Tensor]) -> None:
         self.live = live
@@ -49,9 +50,12 @@ class Tensors:
 
     def _follow(self) -> None:
         """Copies of what is no longer there go with it."""
-        if len(self.live) != len(self._of):
+        if len(self.live) != len(self._of) or any(
+            a is not b for a, b in zip(self.live, self._of, strict=True)
+        ):
             known = {id(t): copy for t, copy in zip(self._of, self.copies, strict=True)}
-            self.copies, self._of = [known[id(t)] for t in self.live], list(self.live)
+            self.copies = [known[id(t)] if id(t) in known else local(t).clone() for t in self.live]
+            self._of = list(self.live)
 
 
 class Buffers:
