@@ -90,9 +90,10 @@ def divided(strategy: Strategy) -> None:
             f"Write {example},{name}={getattr(strategy, name)}, or leave it out.",
         )
     _need(
-        strategy.form != "sharded" or strategy.level == 1 or there <= {"sharded"},
-        f"sharded,level={strategy.level} splits a model among all workers, and tensor or pipeline split it among them as well",
-        "Write level=1 beside tensor or pipeline: the optimizer's state is then split among the replicas.",
+        strategy.form != "sharded" or strategy.level == 1 or len(set(strategy.widths)) == 1,
+        f"sharded,level={strategy.level} with pipeline={strategy.pipeline}: workers of one stage that have different micro-batches cannot "
+        "bring each other its parameters",
+        f"Write level=1, or give every stage as many workers: data={max(strategy.widths)},pipeline={len(strategy.widths)}.",
     )
     _need(
         strategy.shard_workers >= 0 and strategy.wrap_mib >= 0, "shard_workers and wrap_mib are not below 0"

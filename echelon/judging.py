@@ -19,6 +19,7 @@ from echelon.loop import Stepping
 from echelon.parallel import finite
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.local import local
+from echelon.parallel.sharded.parted import PartedSync
 from echelon.parallel.sharded.sync import ShardedSync
 from echelon.parallel.stale import StaleSync
 from echelon.verdict import Make, Refuse, Skip, Suspect, Verdict
@@ -102,8 +103,8 @@ def _whose(machine: Machine, optimizer: Stepping) -> list[int]:
     return [int(r) for r in flags.nonzero().view(-1)] if isinstance(outcome, Met) else []
 
 
-def _syncs(optimizer: Stepping) -> list[AllReduceSync | ShardedSync]:
-    return [sync for sync in optimizer.syncs if isinstance(sync, (AllReduceSync, ShardedSync))]
+def _syncs(optimizer: Stepping) -> list[AllReduceSync | ShardedSync | PartedSync]:
+    return [sync for sync in optimizer.syncs if isinstance(sync, (AllReduceSync, ShardedSync, PartedSync))]
 
 
 def skip(machine: Machine, optimizer: Stepping) -> None:

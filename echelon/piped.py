@@ -28,13 +28,14 @@ from echelon.parallel.norm import NormSync, Within
 from echelon.parallel.pipeline import cut, measure, plan, rows, sharing
 from echelon.parallel.pipeline.contract import Action, Before, MicroBatch
 from echelon.parallel.pipeline.dealer import Dealer
+from echelon.parallel.pipeline.lending import WHOLE, Lending, Uses
 from echelon.parallel.pipeline.moments import Moments
 from echelon.parallel.pipeline.placing import Seat, keep
 from echelon.parallel.pipeline.record import Record, Value, swap
 from echelon.parallel.pipeline.runtime import Ran, Runtime
 from echelon.parallel.pipeline.schedule import Orders
 from echelon.parallel.pipeline.stage import ModelStage
-from echelon.parallel.pipeline.tied import Tied
+from echelon.parallel.pipeline.tied import Copy, Tied
 from echelon.parallel.pipeline.trace import Records
 from echelon.prepare.model import Override
 from echelon.step import Machine
@@ -54,8 +55,12 @@ class Around:
     placed: dict[int, Placed]
     """Is told how every tensor lies here."""
 
-    staged: Callable[[nn.Module], GradSync]
-    """Called once the other stages' parameters are gone: lets the gradients of the rest meet, and forgets what else was theirs."""
+    staged: Callable[[nn.Module, Uses], tuple[GradSync, Lending]]
+    """Called once the other stages' parameters are gone: lets the gradients of the rest meet, says who brings them when they are used, and
+    forgets what else was of the others."""
+
+    kept: Callable[[int], int]
+    """Of so many elements of a parameter, how many a worker keeps that has its stage."""
 
     norms: NormSync
     """What the model's BatchNorms ask."""
@@ -85,6 +90,7 @@ class Piped:
         self.outline: cut.Outline | None = None
         """What was cut."""
         self.sync: GradSync | None = None
+        self.lent: Lending = WHOLE
         self.tied: Tied | None = None
         self.moments: Moments | None = None
         self.slices = build.cut(strategy, world).slices
@@ -134,7 +140,8 @@ class Piped:
         )
         for stage in self.stages.values():
             stage.begin([micro], catch)
-        self._through(orders, [self.machine.share])
+        with self.lent.step():
+            self._through(orders, [self.machine.share])
         for stage in self.stages.values():
             stage.drop()
         record = self.records.of(args, kwargs)
@@ -181,7 +188,8 @@ class Piped:
             if action.kind != "forward":
                 self._begin(last if action == early else apart[action.micro])
 
-        ran = self._through(orders, apart, before)
+        with self.lent.step():
+            ran = self._through(orders, apart, before)
         self.sync.activity += 1  # a stage may have nothing to train, and was trained on
         if isinstance(ran, Ran):
             self.ran = ran
@@ -298,12 +306,16 @@ class Piped:
         counts = not mesh.widths or mesh.replicas(rank)[0] == rank
         users = {name: made.holders(name) for name in made.owners}
         keep(self.model, users, Seat(mine, holders, counts), self.around.placed)
-        defer = self.strategy.schedule == "zero-bubble"
-        self.stages = {s: ModelStage(self.model, plans, s, defer=defer) for s in sorted(mine)}
+        first = plans.of(micro)
         self.made, self.outline = made, outline
-        self.sync = self.around.staged(self.model)
+        shared = self._shared(made)
+        sizes = {name: p.numel() for name, p in self.model.named_parameters() if name in shared}
+        uses = Uses({s: first[s].names_of_calls for s in sorted(mine)}, frozenset(shared))
+        self.sync, self.lent = self.around.staged(self.model, uses)
+        defer = self.strategy.schedule == "zero-bubble"
+        self.stages = {s: ModelStage(self.model, plans, s, defer=defer, lent=self.lent) for s in sorted(mine)}
         self.sync.begin(self.machine.share)
-        self.tied = self._tied(made)
+        self.tied = self._tied(shared, sizes)
         device = self.world.device
         self.moments = Moments(
             self.model, self.world.gradients if mesh.widths else AloneGroup(device), device
@@ -324,23 +336,28 @@ class Piped:
         costs: list[int] = told.tolist()
         return costs
 
-    def _tied(self, made: cut.Cut) -> Tied | None:
-        """Parameters that stages of different workers use."""
+    def _shared(self, made: cut.Cut) -> dict[str, set[int]]:
+        """Parameters that stages of different workers use, and the places of those."""
         names = dict(self.model.named_parameters())
         shared = {}
         for name, stages in made.shared.items():
             places = {s % self.strategy.stages for s in stages}
             if name in names and len(places) > 1:
                 shared[name] = places
-        if not shared:
-            return None
+        return shared
+
+    def _tied(self, shared: Mapping[str, set[int]], numel: Mapping[str, int]) -> Tied | None:
         mesh, rank = self.world.mesh, self.world.rank
         places = set().union(*shared.values())
         ranks = [r for r in mesh.pipe(rank) if mesh.stage(r) in places]
         if rank not in ranks:
             return None
+        names = dict(self.model.named_parameters())
         group = self.world.groups.make("tied", ranks)
-        copies = [(names[name], mesh.stage(rank) in shared[name]) for name in sorted(shared)]
+        copies = [
+            Copy(names[name], mesh.stage(rank) in shared[name], self.around.kept(numel[name]))
+            for name in sorted(shared)
+        ]
         return Tied(copies, group, adds=not mesh.widths or mesh.replicas(rank)[0] == rank)
 
     def _firsts(self) -> dict[int, int]:

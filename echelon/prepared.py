@@ -238,7 +238,7 @@ class Prepared:
         watch = models.Watch(model, self.machine)
         if split is not None:
             fresh = [(name, p, rows) for name, p, rows in fresh if id(p) not in split.by_param]
-            self._register(split, set(split.by_param))
+            self.register(split, set(split.by_param))
         sync = self.add_sync(fresh) if fresh or split is None else split
         self.sharding.own(fresh, sync.group, sync.wire.traffic)
         (split or sync).on_met = watch.backward_over
@@ -250,10 +250,10 @@ class Prepared:
         if self.machine.syncs and not group.local:
             group = self.world.groups.make(ranks=self.world.mesh.replicas(self.world.rank))
         sync = build.grad_sync(self.strategy, params, group, self.world, self.rounds)
-        self._register(sync, {id(p) for _, p, _ in params})
+        self.register(sync, {id(p) for _, p, _ in params})
         return sync
 
-    def _register(self, sync: Any, params: set[int]) -> None:
+    def register(self, sync: Any, params: set[int]) -> None:
         """The machine knows of a meeting from now on; `params` are the ids of what meets there."""
         sync.on_uneven = self._uneven
         sync.stop_wanted = lambda: self.stop_wanted()

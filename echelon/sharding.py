@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +13,9 @@ from torch import nn
 from echelon.comm.alone import AloneGroup
 from echelon.errors import StrategyError, UsageError
 from echelon.mesh import moves
-from echelon.mesh.layout import Placed
+from echelon.mesh.layout import Placed, Runs
 from echelon.mesh.moves import Sharded
+from echelon.parallel import elementwise
 from echelon.parallel.buckets import MIB
 from echelon.parallel.sharded import owners
 from echelon.parallel.sharded.owned import Owned
@@ -22,7 +25,11 @@ from echelon.strategy import Strategy
 if TYPE_CHECKING:
     from echelon.build import World
     from echelon.comm.group import Group
-    from echelon.parallel.gradsync import Split
+    from echelon.parallel.gradsync import Split as Lies
+    from echelon.parallel.pipeline.lending import Uses
+    from echelon.parallel.sharded.carry import Carrier
+    from echelon.parallel.sharded.parted import PartedSync
+    from echelon.parallel.sharded.split import Split
     from echelon.parallel.sharded.sync import ShardedSync
     from echelon.parallel.wire import Traffic
     from echelon.prepare.optimizer import PreparedOptimizer
@@ -31,9 +38,7 @@ if TYPE_CHECKING:
 class Sharding:
     """One a run; without the form, or with nobody to share with, it leaves everything as it is."""
 
-    def __init__(
-        self, strategy: Strategy, world: World, lies: Split, placed_state: dict[int, Placed]
-    ) -> None:
+    def __init__(self, strategy: Strategy, world: World, lies: Lies, placed_state: dict[int, Placed]) -> None:
         self.lies, self.placed, self.placed_state = lies, lies.placed, placed_state
         self._mesh: Any = None
         self.strategy, self.world = strategy, world
@@ -47,6 +52,7 @@ class Sharding:
             )
         self.sets = owners.sets(ranks, strategy.shard_workers if self.level > 1 else 0)
         self.syncs: list[ShardedSync] = []
+        self.parted: list[PartedSync] = []
         self.owned: Owned | None = None
         self.optimizers: list[PreparedOptimizer] = []
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -73,18 +79,18 @@ class Sharding:
             )
 
     def model(self, model: nn.Module, sparse: set[int], known: set[int]) -> ShardedSync | None:
-        """Splits a model that is equal on all ranks, in place; gives how its gradients meet. None where it stays whole."""
-        if not self.splits:
+        """Splits a model that is equal on all ranks, in place; gives how its gradients meet. None where it stays whole, or is cut into
+        stages first: see staged()."""
+        if not self.splits or self.strategy.stages > 1:
             return None
         from echelon.parallel.sharded import split
-        from echelon.parallel.sharded.carry import Carrier
         from echelon.parallel.sharded.sync import ShardedSync
         from echelon.prepare.model import names
 
-        world, mine = self.world, next(s for s in self.sets if self.world.rank in s)
+        world = self.world
         made = split.split(
             model,
-            self._device_mesh(mine),
+            self._device_mesh(),
             level=self.level,
             unit_bytes=int(self.strategy.wrap_mib * MIB),
             sparse=sparse,
@@ -94,16 +100,8 @@ class Sharding:
         if not made.units:
             return None
         self.replaced |= made.replaced
-        for i, shape in made.shapes.items():
-            self.placed[i] = owners.placed(shape, self.sets, world.rank)
-        at = mine.index(world.rank)
-        ranks = world.mesh.replicas(world.rank)
-        group = world.gradients if not self.syncs else world.groups.make(ranks=ranks)
-        shards = world.groups.make("shards", mine)
-        alike = [s[at] for s in self.sets]
-        replicas = world.groups.make("copies", alike) if len(alike) > 1 else AloneGroup(world.device)
-        carrier = Carrier(shards, replicas)
-        sync = ShardedSync(made.units, names(model), group, carrier, world.device)
+        self._place(made)
+        sync = ShardedSync(made.units, names(model), self._group(), self._carrier(), world.device)
         self.split_bytes += sum(_bytes(p.held) for p in sync.pieces)
         outermost = split.groups_of(made.units[-1])
         self.root_bytes += sum(_bytes(held) for part in outermost for held in part.fsdp_params)
@@ -111,12 +109,101 @@ class Sharding:
         _watch_zero_grad(model, sync)
         return sync
 
-    def _device_mesh(self, ranks: list[int]) -> Any:
+    def staged(
+        self, model: nn.Module, params: Sequence[tuple[str, nn.Parameter, bool]], uses: Uses
+    ) -> PartedSync | None:
+        """Levels 2 and 3 of a rank's stages: `params` are whole and equal on its replicas. None where they stay so."""
+        if not self.splits:
+            return None
+        from echelon.parallel.sharded import flat
+        from echelon.parallel.sharded.parted import PartedSync
+
+        if table := next((name for name, _, rows in params if rows), None):
+            raise StrategyError(
+                f"`{table}` has gradients that are rows (sparse=True), and level={self.level} in a pipeline cuts gradients into stretches",
+                remedy="Use level=1, or sparse=False.",
+            )
+        laid = flat.lay(model, [p for _, p, _ in params], uses, int(self.strategy.wrap_mib * MIB))
+        sync = PartedSync(
+            laid,
+            self._group(),
+            self._carrier(),
+            self.world.device,
+            keeps=self.level == 2,
+            defers=self.strategy.schedule == "zero-bubble",
+        )
+        for slot in sync.slots:
+            self.placed[id(slot.param)] = owners.narrowed(
+                self.placed[id(slot.param)], slot.start, slot.stop, self._alike()
+            )
+        self.lies.group = self._together()
+        self.split_bytes += sum(unit.flat.nbytes for unit in sync.units)
+        self.parted.append(sync)
+        return sync
+
+    def kept(self, numel: int) -> int:
+        """Of so many elements of a parameter that is cut by itself, those of this rank."""
+        from echelon.parallel.sharded import flat
+
+        if not self.splits:
+            return numel
+        start, stop = flat.stretch(numel, len(self._mine), self._mine.index(self.world.rank))
+        return stop - start
+
+    @property
+    def _mine(self) -> list[int]:
+        """The workers that share one copy of what this one holds."""
+        return next(s for s in self.sets if self.world.rank in s)
+
+    def _alike(self) -> set[int]:
+        """Ranks that keep the same part of what they share."""
+        mesh, each = self.world.mesh, self.strategy.shard_workers
+        at = owners.position(mesh, self.world.rank, each)
+        return {r for r in range(mesh.size) if owners.position(mesh, r, each) == at}
+
+    def _together(self) -> Group:
+        """Those that hold one copy of the model together, along all axes."""
+        ranks = sorted({r for rank in self._mine for r in self.world.mesh.model(rank)})
+        return self.world.groups.make("norms", ranks)
+
+    def _group(self) -> Group:
+        """Among which gradients meet, for one more model."""
+        if not self.syncs and not self.parted:
+            return self.world.gradients
+        return self.world.groups.make(ranks=self.world.mesh.replicas(self.world.rank))
+
+    def _carrier(self) -> Carrier:
+        from echelon.parallel.sharded.carry import Carrier
+
+        groups, mine = self.world.groups, self._mine
+        shards = groups.make("shards", mine)
+        alike = [s[mine.index(self.world.rank)] for s in self.sets]
+        return Carrier(
+            shards, groups.make("copies", alike) if len(alike) > 1 else AloneGroup(self.world.device)
+        )
+
+    def _place(self, made: Split) -> None:
+        """Rows of each parameter, which may be a piece of a larger one already."""
+        alike, at = self._alike(), self._mine.index(self.world.rank)
+        everybody = tuple(range(self.world.size))
+        for old, (_, param) in made.replaced.items():
+            shape = made.shapes[id(param)]
+            numel = math.prod(shape)
+            whole = Placed(shape, (Runs(0, numel),) if numel else (), everybody)
+            before = self.placed.pop(old, whole)
+            start, stop = owners.rows(shape[0], len(self._mine), at)
+            width = numel // shape[0]
+            self.placed[id(param)] = owners.narrowed(before, start * width, stop * width, alike)
+        for param in made.whole:
+            if id(param) in self.placed and at:
+                self.placed[id(param)] = replace(self.placed[id(param)], counts=False)
+
+    def _device_mesh(self) -> Any:
         from echelon.parallel.sharded import split
 
         if self._mesh is None:
-            self._mesh = split.device_mesh(ranks, self.world.size, self.world.device)
-            self.lies.group = self.world.groups.make("norms", ranks)
+            self._mesh = split.device_mesh(self._mine, self.world.size, self.world.device)
+            self.lies.group = self._together()
         return self._mesh
 
     def own(self, params: list[tuple[str, nn.Parameter, bool]], group: Group, traffic: Traffic) -> None:
@@ -147,6 +234,13 @@ class Sharding:
                 "LBFGS takes all parameters as one vector, and under `sharded` no worker has all of them, or all of their state",
                 remedy="Use --strategy allreduce with it, or another optimizer.",
             )
+        if self.splits and self.strategy.stages > 1:
+            kind = type(optimizer)
+            if why := elementwise.looks_at_whole(kind.__name__, kind.__module__):
+                raise StrategyError(
+                    f"{kind.__name__} with level={self.level} in a pipeline: {why}, and here each worker has stretches of them",
+                    remedy="Use level=1, where every parameter is stepped whole by its owner, or an optimizer that steps element by element.",
+                )
         if self.replaced:
             from echelon.parallel.sharded import split
 

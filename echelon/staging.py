@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from echelon.parallel.allreduce import AllReduceSync
+from echelon.parallel.average import Average
 from echelon.parallel.gradsync import GradSync
+from echelon.parallel.pipeline.lending import WHOLE, Lending, Uses
+from echelon.parallel.sharded.parted import PartedSync
 from echelon.parallel.tensor import meet
 from echelon.piped import Around
 from echelon.prepare import model as models
@@ -25,7 +28,7 @@ def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]])
         placed = prepared.placed.get(id(tensor))
         return placed is None or bool(placed.runs)
 
-    def staged(model: nn.Module) -> GradSync:
+    def staged(model: nn.Module, uses: Uses) -> tuple[GradSync, Lending]:
         if id(model) in prepared.later:
             prepared.make(model, here)
         mine = [entry for entry in params if here(entry[1])]
@@ -40,13 +43,37 @@ def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]])
         average = prepared.averages.get(id(model))
         if average is not None:
             average.drop([p for p in average.live if not here(p)])
+        parted = prepared.sharding.staged(model, mine, uses)
+        if parted is not None:
+            _narrow(prepared, parted, average)
+            prepared.register(parted, set(parted.by_param))
+            return cast(GradSync, parted), parted
         sync: AllReduceSync = prepared.add_sync(mine)
         prepared.sharding.own(mine, sync.group, sync.wire.traffic)
-        return sync
+        return sync, WHOLE
 
     @contextlib.contextmanager
     def by_itself() -> Iterator[None]:
         with prepared.norms.by_itself(), meet.by_itself():
             yield
 
-    return Around(prepared.placed, staged, prepared.norms, by_itself, lambda lines: prepared.say(lines))
+    return Around(
+        prepared.placed,
+        staged,
+        prepared.sharding.kept,
+        prepared.norms,
+        by_itself,
+        lambda lines: prepared.say(lines),
+    )
+
+
+def _narrow(prepared: Prepared, parted: PartedSync, average: Average | None) -> None:
+    """Optimizers' state and averages of parameters of which a rank keeps a stretch."""
+    for optimizer in prepared.machine.optimizers:
+        for param, state in optimizer.optimizer.state.items():
+            slot = parted.by_param.get(id(param))
+            for key, value in state.items() if slot is not None else ():
+                if slot is not None and isinstance(value, Tensor) and tuple(value.shape) == slot.shape != ():
+                    state[key] = value.reshape(-1)[slot.start : slot.stop].clone()
+    if average is not None:
+        average.narrow({id(slot.param): (slot.start, slot.stop) for slot in parted.slots})

@@ -42,6 +42,13 @@ class Average:
         pairs = [(p, s) for p, s in zip(self.live, self.shadow, strict=True) if id(p) not in ids]
         self.live[:], self.shadow[:] = [p for p, _ in pairs], [s for _, s in pairs]
 
+    def narrow(self, parts: Mapping[int, tuple[int, int]]) -> None:
+        """Of these parameters (by id) elements [start, stop) are here from now on."""
+        for at, (param, shadow) in enumerate(zip(self.live, self.shadow, strict=True)):
+            if id(param) in parts:
+                start, stop = parts[id(param)]
+                self.shadow[at] = shadow.reshape(-1)[start:stop].clone()
+
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside, the model's weights are the average."""

@@ -28,8 +28,8 @@ class Keeper(Protocol):
 
 
 class Tensors:
-    """Copies of some tensors, in memory that is made once. Whoever owns the list may take tensors out of it, and calls follow() when some
-    have come in."""
+    """Copies of some tensors, in memory that is made once. Whoever owns the list may take tensors out of it, or put others in their stead
+    before anything has changed, and calls follow() when some have come in."""
 
     def __init__(self, live: list[Tensor]) -> None:
         self.live = live
@@ -51,7 +51,9 @@ class Tensors:
     @torch.no_grad()
     def follow(self) -> None:
         """Copies of what is no longer there go with it; what is new is kept as it is now."""
-        if len(self.live) != len(self._of):
+        if len(self.live) != len(self._of) or any(
+            a is not b for a, b in zip(self.live, self._of, strict=True)
+        ):
             known = {id(t): copy for t, copy in zip(self._of, self.copies, strict=True)}
             self.copies = [known[id(t)] if id(t) in known else local(t).clone() for t in self.live]
             self._of = list(self.live)

@@ -27,6 +27,15 @@ LOST = {2: "pipeline=2,microbatches=2", 4: "data=2,pipeline=2,microbatches=2,sch
 """In these worlds steps are lost on purpose as well."""
 CUTS = {"mlp": "body.1", "cnn": "n2", "transformer": "mix", "two": "middle.2"}
 """Where it is cut by measurement, another run may be cut elsewhere."""
+TINY = "wrap_mib=0.0005,data=2"
+PARTED = [
+    (f"sharded,level=2,{TINY},pipeline=2,microbatches=2", "transformer", "adamw"),
+    (f"sharded,level=3,{TINY},pipeline=2,microbatches=2", "transformer", "adamw"),
+    (f"sharded,level=3,{TINY},pipeline=2,microbatches=5,schedule=zero-bubble,accumulate=3", "two", "adamw"),
+    (f"sharded,level=2,{TINY},pipeline=2,microbatches=5,schedule=gpipe", "mlp", "sgd"),
+    (f"sharded,level=3,{TINY},pipeline=2,microbatches=2,schedule=interleaved", "two", "adamw"),
+]
+"""Replicas of a stage that keep parts of it."""
 SERVED = [
     (f"ps,servers_share={share},data=2,pipeline=2,microbatches=2", "transformer", "adamw")
     for share in (1.0, 0.5)
@@ -125,6 +134,7 @@ def cells(workers, every=False):
             found.append(("tensor=2,pipeline=2,microbatches=2", kind, "adamw"))
         found.append(("sharded,level=1,data=2,pipeline=2,microbatches=2", "transformer", "adamw"))
         found.append(("sharded,level=1,data=2,tensor=2", "two", "adamw"))
+        found += PARTED
     return found
 
 

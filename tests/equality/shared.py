@@ -15,6 +15,7 @@ import echelon
 from echelon import build, faults
 from echelon import strategy as strategies
 from echelon.errors import Preempted
+from echelon.parallel.local import local
 from echelon.run import Run
 from tests.equality import shared_zoo as zoo
 from tests.equality.zoo import mean_ce
@@ -50,7 +51,7 @@ def held(run, model):
         placed = run.prepared.placed.get(id(tensor)) or run.prepared.placed_buffers.get(name)
         shape = placed.shape if placed else tuple(tensor.shape)
         runs = [(r.start, r.length, r.period, r.count) for r in placed.runs] if placed else None
-        found[name] = tensor.detach().clone(), shape, runs
+        found[name] = local(tensor.detach()).clone(), shape, runs
     return found
 
 
@@ -133,8 +134,8 @@ def saved_cells(runs, mesh, said):
 
 
 def staged_cells(runs, mesh, said):
-    """A pipeline too: run.step is the way."""
-    for kind in zoo.STAGED:
+    """A pipeline too, where run.step is the way, or replicas that keep parts of the pieces."""
+    for kind in zoo.STAGED if "pipeline" in mesh else zoo.PARTED:
         fields = {"tensor_plan": zoo.PLANS[kind]} if kind in zoo.PLANS else {}
         run = runs.make(mesh, **fields)
         model, *_ = train(run, kind, "adamw", steps=True)
@@ -147,7 +148,7 @@ def main():
     first = echelon.init()
     runs, said = Runs(first, out), {}
     for mesh in meshes:
-        if "pipeline" in mesh:
+        if "pipeline" in mesh or "sharded" in mesh:
             staged_cells(runs, mesh, said)
             continue
         plain_cells(runs, mesh, said)

@@ -131,6 +131,8 @@ PLANS = {"gpt": "embed:vocab+head:column", "cnn": "head:row", "resnet": "head:ro
 KINDS = ("mlp", "gpt", "encoder", "two", "cnn", "resnet")
 STAGED = ("gpt", "two", "mlp")
 """Cut into stages as well."""
+PARTED = ("gpt", "resnet")
+"""Replicas keep parts of the pieces: attention and tied tables, channels and running statistics."""
 
 
 def cells(mesh):

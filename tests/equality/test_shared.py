@@ -15,7 +15,8 @@ from tests.equality import shared_zoo as zoo
 HERE = Path(__file__).parent
 BOUND = 1e-10
 STAGED = "tensor=2,pipeline=2,microbatches=2"
-MESHES = {2: ("tensor=2",), 4: ("tensor=4", "data=2,tensor=2", STAGED)}
+PARTED = "sharded,level=3,data=2,tensor=2,wrap_mib=0.0005"
+MESHES = {2: ("tensor=2",), 4: ("tensor=4", "data=2,tensor=2", STAGED, PARTED)}
 EIGHT = "data=2,tensor=2,pipeline=2,microbatches=2"
 
 
@@ -71,7 +72,9 @@ def difference(ranks, theirs):
     return max(float((joined(ranks, name) - theirs[name].double()).abs().max()) for name in theirs)
 
 
-CASES = [(workers, mesh) for workers, meshes in MESHES.items() for mesh in meshes if mesh != STAGED]
+CASES = [
+    (workers, mesh) for workers, meshes in MESHES.items() for mesh in meshes if mesh not in (STAGED, PARTED)
+]
 SAVED = [case for case in CASES if case[1] != "tensor=4"]
 CELLS = [(workers, mesh, *cell) for workers, mesh in CASES for cell in zoo.cells(mesh)]
 
@@ -93,6 +96,16 @@ def test_shared_layers_end_with_the_weights_of_one_process(launched, workers, me
 def test_shared_layers_in_stages_end_with_the_weights_of_one_process(launched, workers, mesh, kind):
     ranks = [said[mesh, kind, "adamw"]["held"] for said in launched(workers)]
     assert difference(ranks, plain(kind, "adamw")[0]) <= BOUND
+
+
+@pytest.mark.case("sharded: levels 2 and 3 over a tensor axis")
+@pytest.mark.parametrize("kind", zoo.PARTED)
+def test_replicas_that_keep_parts_of_pieces_end_with_the_weights_of_one_process(launched, kind):
+    ranks = [said[PARTED, kind, "adamw"]["held"] for said in launched(4)]
+    assert difference(ranks, plain(kind, "adamw")[0]) <= BOUND
+    for name, (tensor, shape, runs) in ranks[0].items():
+        if runs and kind == "gpt" and len(shape) > 1:
+            assert tensor.numel() <= 0.6 * torch.Size(shape).numel(), name
 
 
 @pytest.mark.case("tensor: a lost step changes no bit")

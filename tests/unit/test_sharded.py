@@ -10,7 +10,8 @@ from torch import nn
 
 from echelon.comm.threads import Room
 from echelon.errors import StrategyError, UsageError
-from echelon.mesh.layout import Runs
+from echelon.mesh.axes import laid
+from echelon.mesh.layout import Placed, Runs
 from echelon.parallel.sharded import owners
 from echelon.parallel.sharded.owned import Owned
 from echelon.parallel.sharded.split import Retired, tree
@@ -121,13 +122,25 @@ def test_rows_are_cut_as_torch_cuts_them(length, ranks):
 def test_every_element_is_somewhere_and_copies_know_each_other():
     sets = owners.sets([0, 1, 2, 3], 2)
     assert sets == [[0, 1], [2, 3]]
-    found = {rank: owners.placed((5, 3), sets, rank) for rank in range(4)}
+    mesh = laid(4, 0, (1,), 1)
+    at = [owners.position(mesh, rank, 2) for rank in range(4)]
+    assert at == [0, 1, 0, 1]
+    whole = Placed((5, 3), (Runs(0, 15),), (0, 1, 2, 3))
+    found = [owners.narrowed(whole, 9 * p, 9 + 6 * p, {r for r in range(4) if at[r] == p}) for p in at]
     assert found[0].runs == found[2].runs == (Runs(0, 9),)
     assert found[1].runs == found[3].runs == (Runs(9, 6),)
-    assert [found[rank].copies for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert owners.placed((1, 4), [[0, 1]], 1).runs == ()
+    assert [placed.copies for placed in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert owners.narrowed(whole, 4, 4, {1}).runs == ()
     assert owners.placed_state((2, 2), 1, 1).runs == (Runs(0, 4),)
     assert owners.placed_state((2, 2), 1, 0).runs == ()
+
+
+def test_a_part_of_a_piece_is_runs_of_the_whole():
+    """Columns 2 and 3 of a matrix of 4 columns, of which this rank keeps the first rows and a half."""
+    piece = Placed((4, 4), (Runs(2, 2, 4, 4),), (1, 3), counts=False)
+    assert owners.narrowed(piece, 0, 5, {3}) == Placed(
+        (4, 4), (Runs(2, 2, 4, 2), Runs(10, 1)), (3,), counts=False
+    )
 
 
 @pytest.mark.case("sharded: level 1")
@@ -188,7 +201,7 @@ def test_a_parameter_from_before_prepare_says_so():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("sharded,tensor=2", "Write level=1 beside tensor"),
+        ("sharded,level=2,pipeline=3+1", "level=1, or give every stage as many workers: data=3,pipeline=2"),
         ("sharded,level=4", "must be 1, 2 or 3"),
         ("sharded,compress=int8", "gradients are sent as they are"),
     ],

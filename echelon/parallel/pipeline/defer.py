@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         weight, bias = state
         y = F.linear(x, weight, bias)
-        ctx.save_for_backward(x if x.dtype == y.dtype else x.to(y.dtype))
+        ctx.save_for_backward(x if x.dtype == y.dtype else x.to(y.dtype), weight.detach())
         ctx.weight, ctx.bias = (
             weight,
             bias,
@@ -126,9 +126,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        (x,) = ctx.saved_tensors
+        x, values = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        dx = dy.matmul(weight.to(dy.dtype)).to(ctx.kind) if ctx.needs_input_grad[0] else None
+        dx = dy.matmul(values.to(dy.dtype)).to(ctx.kind) if ctx.needs_input_grad[0] else None
         wanted = tuple(t for t in (weight, bias) if t is not None and t.requires_grad)
 
         def compute() -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ class _Convolution(torch.autograd.Function):
         stride, padding, dilation, groups = options
         nothing = [0] * len(stride)
         y = torch.convolution(x, weight, bias, stride, padding, dilation, False, nothing, groups)
-        ctx.save_for_backward(x if x.dtype == y.dtype else x.to(y.dtype))
+        ctx.save_for_backward(x if x.dtype == y.dtype else x.to(y.dtype), weight.detach())
         ctx.weight, ctx.bias = (
             weight,
             bias,
@@ -162,14 +162,16 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        (x,) = ctx.saved_tensors
+        x, values = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         stride, padding, dilation, groups = ctx.options
         sizes = [dy.shape[1]] if bias is not None else None
 
         def gradients(of_x: bool, of_weight: bool, of_bias: bool) -> Any:
+            # later only its shape is asked for: the values may be gone by then
+            w = values.to(dy.dtype) if of_x else dy.new_empty(1).expand(weight.shape)
             return torch.ops.aten.convolution_backward(
-                dy, x, weight.to(dy.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups,
+                dy, x, w, sizes, stride, padding, dilation, False, [0] * len(stride), groups,
                 [of_x, of_weight, of_bias],
             )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ class Stretch:
     dead: tuple[tuple[int, ...], ...]
     """Of each node, the values that nobody needs after it."""
 
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Parameters and buffers that its nodes may use."""
+        return tuple(dict.fromkeys(name for node in self.nodes for name in node.names))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -49,6 +55,15 @@ class Plan:
 
     last: bool
     record: Record
+
+    @property
+    def names_of_calls(self) -> list[tuple[str, ...]]:
+        """Parameters and buffers that its calls may use, in the order of the calls; those of a stretch that is computed again together."""
+        found: list[tuple[str, ...]] = []
+        for stretch in self.stretches:
+            again = stretch.setting.region >= 0
+            found += [stretch.names] if again else [node.names for node in stretch.nodes]
+        return found
 
 
 def outline(record: Record, costs: Sequence[int] = (), loss_ns: int = 0) -> Outline:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from echelon.errors import UsageError
 from echelon.parallel.pipeline.contract import MicroBatch, Port
 from echelon.parallel.pipeline.defer import Deferring, Later, deferrable
+from echelon.parallel.pipeline.lending import WHOLE, Lending
 from echelon.parallel.pipeline.plan import Plan, Plans, Stretch
 from echelon.parallel.pipeline.record import Leaf, Named, Node, SetBuffer, Value, swap, tensors_of
 
@@ -36,9 +37,12 @@ class Kept:
 class ModelStage:
     """The Stage of a model that was recorded and cut. `begin` gives it the micro-batches of a step."""
 
-    def __init__(self, model: nn.Module, plans: Plans, index: int, *, defer: bool = False) -> None:
-        """`defer`: weight gradients are left for `weights`, as far as defer.py can."""
+    def __init__(
+        self, model: nn.Module, plans: Plans, index: int, *, defer: bool = False, lent: Lending = WHOLE
+    ) -> None:
+        """`defer`: weight gradients are left for `weights`, as far as defer.py can. `lent`: who brings the parameters."""
         self.model, self.plans, self.index, self.defer = model, plans, index, defer
+        self.lent = lent
         self.losses: dict[int, Tensor] = {}
         """The last stage's losses, detached, of this step's micro-batches."""
         self._micros: Sequence[MicroBatch] = ()
@@ -88,8 +92,9 @@ class ModelStage:
             env[port.value] = tensor.clone() if port.value in plan.written else tensor
         live = {name: _state(self.model, name) for name in plan.names}
         put_off = self._put_off(plan, kept.later) if self.defer else None
-        for stretch in plan.stretches:
-            _run(self.model, stretch, env, live, put_off)
+        with self.lent.forward(self.index):
+            for stretch in plan.stretches:
+                _run(self.model, stretch, env, live, put_off, self.lent)
         if plan.last:
             assert self._loss_fn is not None
             loss = self._loss_fn(_filled(plan.record.output, env, live), batch.target)
@@ -122,8 +127,9 @@ class ModelStage:
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append(kept.loss)
             starts.append(torch.full_like(kept.loss, self._micros[micro].weight))
-        if roots:
-            torch.autograd.backward(roots, starts)
+        with self.lent.backward(self.index):
+            if roots:
+                torch.autograd.backward(roots, starts)
         back: dict[Port, Tensor] = {}
         for port in plan.takes:
             if port.grad:
@@ -137,8 +143,9 @@ class ModelStage:
 
     def weights(self, micro: int) -> None:
         kept = self._kept.pop(micro, None)
-        if kept is not None:
-            kept.later.run()
+        with self.lent.weights(self.index):
+            if kept is not None:
+                kept.later.run()
 
     def drop(self) -> None:
         self._kept.clear()
@@ -155,14 +162,19 @@ class ModelStage:
         return Deferring(later, {id(parameter) for parameter in found if type(parameter) is nn.Parameter})
 
 
-def _run(model: nn.Module, stretch: Stretch, env: Env, live: Mapping[str, Tensor], put_off: Deferring | None) -> None:  # fmt: skip
+def _run(
+    model: nn.Module, stretch: Stretch, env: Env, live: Mapping[str, Tensor], put_off: Deferring | None, lent: Lending
+) -> None:  # fmt: skip
     """One stretch under its setting. One that is computed again in backward works on values of its own."""
     if stretch.setting.region >= 0 and torch.is_grad_enabled():
         from torch.utils.checkpoint import checkpoint
 
         def again(*values: Tensor) -> tuple[Tensor, ...]:
             own = dict(zip(stretch.needs, values, strict=True))
-            _go(model, stretch, own, live, put_off)
+            lent.need(
+                stretch.names
+            )  # all of it: autograd keeps what is computed again, and asks for none of it
+            _go(model, stretch, own, live, put_off, WHOLE)
             return tuple(own[number] for number in stretch.leaves)
 
         made = checkpoint(again, *(env[number] for number in stretch.needs), use_reentrant=False)
@@ -170,15 +182,19 @@ def _run(model: nn.Module, stretch: Stretch, env: Env, live: Mapping[str, Tensor
         for number in (number for dead in stretch.dead for number in dead):
             env.pop(number, None)
         return
-    _go(model, stretch, env, live, put_off)
+    _go(model, stretch, env, live, put_off, lent)
 
 
 def _go(
-    model: nn.Module, stretch: Stretch, env: Env, live: Mapping[str, Tensor], put_off: Deferring | None
-) -> None:
+    model: nn.Module, stretch: Stretch, env: Env, live: Mapping[str, Tensor], put_off: Deferring | None, lent: Lending
+) -> None:  # fmt: skip
     with _under(stretch, put_off):
         for node, dead in zip(stretch.nodes, stretch.dead, strict=True):
+            if node.names:
+                lent.need(node.names)
             step(model, node, env, live)
+            if node.names and not isinstance(node.call, (Leaf, SetBuffer)):
+                lent.made([env[number] for number in node.gives if number in env], node.names)
             for number in dead:
                 env.pop(number, None)
 

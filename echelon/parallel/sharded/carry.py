@@ -26,6 +26,8 @@ UNDER_WAY = 2
 """Reductions that may be on their way at a time: each holds one unit's whole gradients."""
 MODULUS = 1 << 20
 
+Then = Callable[[Tensor], None]
+
 
 class Carrier:
     """Two groups, and what became of their operations. `replicas`: those that hold the same shards, where there are several copies."""
@@ -38,7 +40,7 @@ class Carrier:
         self.wait_s = 0.0
         self.trace = 0
         """Which units were gathered and reduced so far, in order, as a number: the same on every rank, or they mix up layers."""
-        self._sums: deque[tuple[Work, Tensor, Tensor]] = deque()
+        self._sums: deque[tuple[Work, Tensor, Tensor, Then | None]] = deque()
 
     def note(self, unit: int) -> None:
         self.trace = (self.trace * 31 + unit + 1) % MODULUS
@@ -49,17 +51,20 @@ class Carrier:
         self.traffic.plain_bytes += num_bytes
 
     @activity.named("shards of the model")
-    def end(self, work: Work, out: Tensor) -> None:
-        """Blocks until `out` is there, or zeros."""
+    def end(self, work: Work, out: Tensor) -> bool:
+        """Blocks until `out` is there, or zeros. False where a peer was lost: the operation may still write to `out`."""
         began = time.perf_counter()
         outcome = work.wait(Deadline.after(CARRY_LIMIT_S))
         self.wait_s += time.perf_counter() - began
         if isinstance(outcome, Lost):
             self.outcomes.append(outcome)
             out.zero_()
+            return False
+        return True
 
-    def reduce(self, out: Tensor, x: Tensor, now: bool) -> None:
-        """out becomes this rank's part of the weighted sum of all ranks' x; with `now` before it returns, else once drained."""
+    def reduce(self, out: Tensor, x: Tensor, now: bool, then: Then | None = None) -> None:
+        """out becomes this rank's part of the weighted sum of all ranks' x; with `now` before it returns, else once drained. `then` is
+        called with it when it is there."""
         share = self.share()
         weight = share.weight * (share.closing if share.last else 1.0)
         if not share.counts:
@@ -72,8 +77,10 @@ class Carrier:
             self.end(work, out)
             self.sent(out.nbytes, self.replicas.size, 2)
             self.end(self.replicas.all_reduce(out), out)
+            if then is not None:
+                then(out)
             return
-        self._sums.append((work, out, x))
+        self._sums.append((work, out, x, then))
         while len(self._sums) > (0 if now else UNDER_WAY):
             self._end_first()
 
@@ -83,8 +90,10 @@ class Carrier:
             self._end_first()
 
     def _end_first(self) -> None:
-        work, out, _ = self._sums.popleft()
+        work, out, _, then = self._sums.popleft()
         self.end(work, out)
+        if then is not None:
+            then(out)
 
 
 class Gathering(dist.Work):  # type: ignore[misc]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
+from echelon.mesh import runs as arithmetic
+from echelon.mesh.axes import Mesh
 from echelon.mesh.layout import Placed, Runs
 
 
@@ -25,14 +27,15 @@ def rows(length: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
-def placed(shape: tuple[int, ...], ranks: Sequence[Sequence[int]], me: int) -> Placed:
-    """How a parameter of this shape lies on rank `me`; `ranks` are the sets of workers that share one copy, in their order."""
-    mine = next(list(workers) for workers in ranks if me in workers)
-    at = mine.index(me)
-    start, stop = rows(shape[0], len(mine), at)
-    width = math.prod(shape[1:])
-    runs = (Runs(start * width, (stop - start) * width),) if stop > start and width else ()
-    return Placed(shape, runs, tuple(sorted(workers[at] for workers in ranks)))
+def narrowed(before: Placed, start: int, stop: int, alike: Container[int]) -> Placed:
+    """What lies on a rank that keeps elements [start, stop) of those that were there; `alike` are the ranks that keep the same ones."""
+    here = tuple(run for _, run in arithmetic.cut(before.runs, start, stop))
+    return Placed(before.shape, here, tuple(r for r in before.copies if r in alike), before.counts)
+
+
+def position(mesh: Mesh, rank: int, shard_workers: int) -> int:
+    """A rank's place among the workers that share one copy of what it holds."""
+    return next(s.index(rank) for s in sets(mesh.replicas(rank), shard_workers) if rank in s)
 
 
 def placed_state(shape: tuple[int, ...], owner: int, me: int) -> Placed:

@@ -20,16 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome, merge
-from echelon.errors import LoopError, UsageError
-from echelon.parallel import tail
+from echelon.errors import UsageError
 from echelon.parallel.gradsync import Share
 from echelon.parallel.local import local
 from echelon.parallel.sharded.carry import Carrier, Gather, ShardWire, Sum
 from echelon.parallel.sharded.split import groups_of
-
-MEETING_LIMIT_S = 1800.0
+from echelon.parallel.sharded.telling import Telling
 
 
 class Piece:
@@ -79,7 +76,7 @@ class Piece:
         self.sealed, self.sealed_used = None, False
 
 
-class ShardedSync:
+class ShardedSync(Telling):
     """See GradSync. `units` are fully_shard's states of one model, the root's last; `group` all ranks among which gradients meet."""
 
     applies_here = True
@@ -92,18 +89,15 @@ class ShardedSync:
         carrier: Carrier,
         device: torch.device,
     ) -> None:
-        self.units, self.group, self.carrier = list(units), group, carrier
+        self.units, self.carrier = list(units), carrier
         self.share = Share(weight=1.0 / group.size)
         carrier.share = lambda: self.share
         self.wire = ShardWire(carrier)
         self.on_met: Callable[[float], None] | None = None
-        self.on_uneven: Callable[[], None] | None = None
-        self.stop_wanted: Callable[[], bool] = lambda: False
-        self.saves: Callable[[], int] = lambda: 0
         self.moments: Any = None
         self.outcomes: list[Outcome] = []
-        self.word_s, self.activity = 0.0, 0
-        self.met_in_micro = self.open = self.stop_seen = False
+        self.activity = 0
+        self.met_in_micro = self.open = False
         self.pieces: list[Piece] = []
         self.by_held: dict[int, Piece] = {}
         self.parts: list[tuple[Callable[[], None], list[Piece]]] = []
@@ -111,7 +105,7 @@ class ShardedSync:
         for number, unit in enumerate(self.units):
             self._take(unit, number, names)
         self.by_param = {id(p.param): p for p in self.pieces}
-        self.told = torch.zeros(tail.HEAD + len(self.pieces) + 2, dtype=torch.float64, device=device)
+        super().__init__(group, len(self.pieces), device)
 
     def _take(self, unit: Any, number: int, names: dict[int, str]) -> None:
         unit._root_post_backward_final_callback = partial(self._end, unit._root_post_backward_final_callback)
@@ -195,38 +189,21 @@ class ShardedSync:
             if not piece.seen:
                 piece.before = piece.param.grad is not None
         # tell
-        used = [float(p.used or p.before or p.sealed_used) for p in self.pieces]
-        trace = float(self.carrier.trace)
-        place = tail.place(self.share.number, self.saves())
-        tail.write(self.told, place, late, self.stop_wanted(), [*used, trace, trace * trace])
-        began = time.perf_counter()
-        outcome = self.group.all_reduce(self.told).wait(Deadline.after(MEETING_LIMIT_S))
-        self.word_s += time.perf_counter() - began
+        outcome, used = self.tell(
+            self.share.number,
+            late,
+            [p.used or p.before or p.sealed_used for p in self.pieces],
+            self.carrier.trace,
+        )
         self.outcomes.append(outcome)
         self.met_in_micro = True
-        if isinstance(outcome, Lost):
-            self.told = torch.zeros_like(self.told)  # the lost operation may still write to the old one
-        else:
-            # hand back
-            self._look_around()
-            self._hand_back(tail.used(self.told))
+        # hand back
+        if not isinstance(outcome, Lost):
+            self._hand_back(used)
         self._reset()
 
-    def _look_around(self) -> None:
-        head, (trace, squares) = tail.head(self.told), self.told[-2:].tolist()
-        self.stop_seen = self.stop_seen or head.some_stop
-        if not head.same_place:
-            raise tail.misplaced(self.group, self.share.number, self.saves(), Deadline.after(MEETING_LIMIT_S))
-        if abs(head.ranks * squares - trace**2) > 0.5:
-            raise LoopError(
-                "the workers ran different modules, or in another order, and a sharded model is gathered module by module",
-                remedy="Let every worker run the same modules in every step, use level=1, or raise wrap_mib so that the model is one unit.",
-            )
-        if head.some_late and self.on_uneven is not None:
-            self.on_uneven()
-
     def _hand_back(self, used: list[float]) -> None:
-        for piece, times in zip(self.pieces, used, strict=False):
+        for piece, times in zip(self.pieces, used, strict=True):
             param, held = piece.param, piece.sealed
             piece.sealed, piece.sealed_used = None, False
             if times == 0:
