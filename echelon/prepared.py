@@ -35,6 +35,7 @@ from echelon.prepare.trail import Trail
 from echelon.sharding import Sharding
 from echelon.step import Machine
 from echelon.strategy import Strategy
+from echelon.vertical import Tables, Vertical
 
 SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
@@ -72,8 +73,10 @@ class Prepared:
         """By a buffer's name in checkpoints (`model1/…` for a second model): a module may put another tensor in its stead."""
         self.shared: dict[int, tensors.Shared] = {}
         """By a model's id: what of it is split over the tensor axis."""
-        self.piped: dict[int, Piped] = {}
-        """Models that are pipelines, by their id."""
+        self.piped: dict[int, Piped | Vertical] = {}
+        """Models whose steps run.step does not do by itself, by their id."""
+        self.tables = Tables(strategy, world, machine)
+        """Data whose columns lie on several workers."""
         self.say: Callable[[list[str]], None] = lambda lines: None
         self.ready: Callable[[str, int], None] = lambda kind, index: None
         self.stop_wanted: Callable[[], bool] = lambda: False
@@ -96,6 +99,7 @@ class Prepared:
 
     def prepare(self, objects: tuple[Any, ...], loader_options: dict[str, Any]) -> Any:
         self._require_room(objects)
+        self.tables.meet(objects, self.models)
         prepared: list[Any] = [None] * len(objects)
         for kind in (
             nn.Module,
@@ -150,7 +154,8 @@ class Prepared:
         else:
             model.to(self.world.device)
             models.equalise([*model.parameters(), *model.buffers()], self.world.everyone)
-        self._share(model)
+        if not self.tables.split(self, model):
+            self._share(model)
         if self.strategy.sync_batchnorm and not self.strategy.alone:
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
@@ -169,7 +174,8 @@ class Prepared:
                 model, self.strategy, self.world, self.machine, staging.around(self, fresh)
             )
         else:
-            self._meeting(model, fresh, split)
+            self._owned |= {id(p) for _, p, _ in fresh}
+            self._meeting(model, self.tables.mine(fresh, self.placed), split)
         models.watch_zero_grad(model, self.machine)
         self.machine.keepers.append(Buffers(model))
         if self.strategy.ema:
@@ -293,6 +299,7 @@ class Prepared:
             recipe.settle(optimizer)
             for shared in self.shared.values():
                 tensors.split_state(optimizer, shared.pieces, self.warn)
+            self.tables.optimizer(optimizer)
             self.sharding.optimizer(optimizer)
             prepared = PreparedOptimizer(optimizer, self.machine)
             self.sharding.adopted(prepared)
@@ -344,6 +351,7 @@ class Prepared:
         return prepare_loader(loader, feed)
 
     def feed(self, loader: DataLoader[Any], trains: bool) -> Feed:
+        self.tables.meet([loader], self.models)
         cut = build.cut(self.strategy, self.world)
         seed, side, device = self.strategy.seed, self.world.side, self.world.device
         deal = self.apart.feed() if self.apart is not None else None
