@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon import errors, faults, ps
+    from echelon.data.columns import Columns
     from echelon.run import Run
     from echelon.start import init
     from echelon.strategy import Strategy
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Columns": "echelon.data.columns",
     "Run": "echelon.run",
     "Strategy": "echelon.strategy",
     "init": "echelon.start",
 }
 
-__all__ = ["Run", "Strategy", "__version__", "errors", "faults", "init", "ps"]
+__all__ = ["Columns", "Run", "Strategy", "__version__", "errors", "faults", "init", "ps"]
 
 
 def __getattr__(name: str) -> Any:

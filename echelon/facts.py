@@ -64,6 +64,7 @@ def lines(run: Run, feed: Feed) -> list[str]:
         *_wires(run),
         *(shared.summary() for shared in run.prepared.shared.values() if not shared.alone),
         *run.prepared.sharding.lines(),
+        *run.prepared.tables.lines(),
     ]
     changes = _changes(run)
     if not changes:

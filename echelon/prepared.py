@@ -37,6 +37,7 @@ from echelon.prepare.trail import Trail
 from echelon.sharding import Sharding
 from echelon.step import Machine
 from echelon.strategy import Strategy
+from echelon.vertical import Tables, Vertical
 
 SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
@@ -74,8 +75,10 @@ class Prepared:
         """By a buffer's name in checkpoints (`model1/…` for a second model): a module may put another tensor in its stead."""
         self.shared: dict[int, tensors.Shared] = {}
         """By a model's id: what of it is split over the tensor axis."""
-        self.piped: dict[int, Piped] = {}
-        """Models that are pipelines, by their id."""
+        self.piped: dict[int, Piped | Vertical] = {}
+        """Models whose steps run.step does not do by itself, by their id."""
+        self.tables = Tables(strategy, world, machine)
+        """Data whose columns lie on several workers."""
         self.say: Callable[[list[str]], None] = lambda lines: None
         self.ready: Callable[[str, int], None] = lambda kind, index: None
         self.stop_wanted: Callable[[], bool] = lambda: False
@@ -100,6 +103,7 @@ class Prepared:
 
     def prepare(self, objects: tuple[Any, ...], loader_options: dict[str, Any]) -> Any:
         self._require_room(objects)
+        self.tables.meet(objects, self.models)
         prepared: list[Any] = [None] * len(objects)
         for kind in (
             nn.Module,
@@ -156,9 +160,12 @@ class Prepared:
         else:
             model.to(self.world.device)
             models.equalise([*model.parameters(), *model.buffers()], self.world.everyone)
-        self._share(model)
-        if recorded:
-            self._make(model)
+        if recorded and self.tables.sides is not None:
+            recipe.materialise(model)
+        if not self.tables.split(self, model):
+            staging.share(self, model)
+            if recorded:
+                self._make(model)
         if self.strategy.sync_batchnorm and not self.strategy.alone:
             norm.synchronise(model, self.norms)
         if self.strategy.precision != "fp32":
@@ -177,7 +184,8 @@ class Prepared:
                 model, self.strategy, self.world, self.machine, staging.around(self, fresh)
             )
         else:
-            self._meeting(model, fresh, split)
+            self._owned |= {id(p) for _, p, _ in fresh}
+            self._meeting(model, self.tables.mine(fresh, self.placed), split)
         models.watch_zero_grad(model, self.machine)
         self.machine.keepers.append(Buffers(model))
         if self.strategy.ema:
@@ -190,27 +198,6 @@ class Prepared:
         self.models.append(model)
         self.ready("model", len(self.models) - 1)
         return model
-
-    def _share(self, model: nn.Module) -> None:
-        """Over the tensor axis: parameters become this rank's pieces."""
-        strategy, world, user = self.strategy, self.world, models.unwrapped(model)
-        shared = tensors.share(
-            user,
-            world.tensor,
-            world.everyone,
-            self.norms.lost,
-            strategy.tensor_plan,
-            strategy.tensor_padding,
-            staged=strategy.stages > 1,
-        )
-        self.shared[id(model)] = shared
-        for key, placed in tensors.placed(shared, model.parameters(), world.mesh, world.rank).items():
-            self.placed.setdefault(key, placed)  # a part of another model may be split already
-        prefix = f"model{len(self.models)}/" if self.models else ""
-        for name, placed in tensors.placed_buffers(shared, world.mesh, world.rank).items():
-            self.placed_buffers[prefix + models.plain_name(name)] = placed
-            if strategy.stages > 1:  # whoever keeps a stage asks by the buffer itself
-                self.placed[id(user.get_buffer(name))] = placed
 
     def _make(self, model: nn.Module) -> None:
         """A model of run.build(): each rank makes its part, under pipeline once it is cut, and where sharding splits it, there."""
@@ -309,6 +296,7 @@ class Prepared:
         if prepared_optimizer(optimizer) is None:
             for shared in self.shared.values():
                 tensors.split_state(optimizer, shared.pieces, self.warn)
+            self.tables.optimizer(optimizer)
             self.sharding.optimizer(optimizer)
             recipe.settle(optimizer)
             prepared = PreparedOptimizer(optimizer, self.machine)
@@ -361,6 +349,7 @@ class Prepared:
         return prepare_loader(loader, feed)
 
     def feed(self, loader: DataLoader[Any], trains: bool) -> Feed:
+        self.tables.meet([loader], self.models)
         cut = build.cut(self.strategy, self.world)
         cut = cut if trains else replace(cut, together=1)  # nothing is cut in evaluations
         seed, side, device = self.strategy.seed, self.world.side, self.world.device

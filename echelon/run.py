@@ -278,8 +278,9 @@ class Run:
         feed = feed_of(loader) or self.prepared.feed(loader, trains=False)
         stop = self.prepared.stop_wanted if self.machine.clean else lambda: False
         average = self.averages.get(id(model))
-        together = self.prepared.sharding.splits
-        ratios = self.exchange.ratios(evaluating.totals(model, feed, fn, average, stop, together))
+        together = self.prepared.sharding.splits or self.prepared.tables.sides is not None
+        fn, exchange = self.prepared.tables.judged(model, fn, self.exchange)
+        ratios = exchange.ratios(evaluating.totals(model, feed, fn, average, stop, together))
         if ratios.pop(evaluating.STOP, 0.0):
             self.keeping.leave(self.trail.path[-1].body[-1])
         return ratios

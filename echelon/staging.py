@@ -1,4 +1,5 @@
-"""What becomes of everything that was prepared when a model is cut into stages: a rank forgets what was of the others."""
+"""What becomes of everything that was prepared when a model is split over the tensor axis or cut into stages: a rank forgets what was
+of the others."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from echelon.parallel.average import Average
 from echelon.parallel.gradsync import GradSync
 from echelon.parallel.pipeline.lending import WHOLE, Lending, Uses
 from echelon.parallel.sharded.parted import PartedSync
+from echelon.parallel.tensor import form as tensors
 from echelon.parallel.tensor import meet
 from echelon.piped import Around
 from echelon.prepare import model as models
@@ -65,6 +67,28 @@ def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]])
         by_itself,
         lambda lines: prepared.say(lines),
     )
+
+
+def share(prepared: Prepared, model: nn.Module) -> None:
+    """Over the tensor axis: parameters become this rank's pieces."""
+    strategy, world, user = prepared.strategy, prepared.world, models.unwrapped(model)
+    shared = tensors.share(
+        user,
+        world.tensor,
+        world.everyone,
+        prepared.norms.lost,
+        strategy.tensor_plan,
+        strategy.tensor_padding,
+        staged=strategy.stages > 1,
+    )
+    prepared.shared[id(model)] = shared
+    for key, placed in tensors.placed(shared, model.parameters(), world.mesh, world.rank).items():
+        prepared.placed.setdefault(key, placed)  # a part of another model may be split already
+    prefix = f"model{len(prepared.models)}/" if prepared.models else ""
+    for name, placed in tensors.placed_buffers(shared, world.mesh, world.rank).items():
+        prepared.placed_buffers[prefix + models.plain_name(name)] = placed
+        if strategy.stages > 1:  # whoever keeps a stage asks by the buffer itself
+            prepared.placed[id(user.get_buffer(name))] = placed
 
 
 def _narrow(prepared: Prepared, parted: PartedSync, average: Average | None) -> None:

@@ -105,6 +105,10 @@ ROWS = {
     "tensor: clipping", "tensor: equality", "tensor: a lost step changes no bit", "tensor: run.step", "tensor: memory",
     "tensor: saved whole",
     "plan: what would be done", "plan: what is refused",
+    # columns of a table on several workers
+    "vertical: who has what", "vertical: who keeps what", "vertical: equality", "vertical: only parts and gradients cross",
+    "vertical: other rows are noticed", "vertical: a lost step changes no bit", "vertical: what is refused says why",
+    "vertical: shuffled by the run, saved and resumed as anywhere", "vertical: a killed worker", "example vertical",
     # sharded
     "sharded: equality matrix", "sharded: loops", "sharded: a lost step changes no bit", "sharded: memory", "sharded: bytes a step, predicted", "sharded: no pickle",
     "sharded: which modules are units", "sharded: who owns what", "sharded: where rows lie", "sharded: level 1",

@@ -17,6 +17,8 @@ EXAMPLES = ROOT / "examples"
 NAMES = ["house_prices", "images", "language", "gan"]
 DIRECT = ["parameter_server"]
 """Those that train without a run."""
+VERTICAL = ["vertical"]
+"""Those whose data is dealt by columns."""
 
 
 def plain(folder: Path, name: str, *args: str) -> str:
@@ -24,10 +26,10 @@ def plain(folder: Path, name: str, *args: str) -> str:
     return _run([sys.executable, str(EXAMPLES / f"{name}.py"), *args], folder, {"OMP_NUM_THREADS": "1"})
 
 
-def spread(folder: Path, name: str, *args: str, workers: int = 2) -> str:
+def spread(folder: Path, name: str, *args: str, workers: int = 2, options: tuple[str, ...] = ()) -> str:
     """What rank 0 of the example prints under `echelon run` in `folder`."""
     launcher = [sys.executable, "-m", "echelon", "run", "--workers", str(workers), "--run-dir", "run"]
-    shown = _run([*launcher, str(EXAMPLES / f"{name}.py"), *args], folder, {})
+    shown = _run([*launcher, *options, str(EXAMPLES / f"{name}.py"), *args], folder, {})
     assert "warning" not in shown
     return (folder / "run" / "logs" / "worker-0.log").read_text()
 
@@ -54,7 +56,7 @@ def apart(one: Path, other: Path, name: str) -> float:
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
-@pytest.mark.parametrize("name", NAMES + DIRECT)
+@pytest.mark.parametrize("name", NAMES + DIRECT + VERTICAL)
 def test_an_example_is_under_80_lines(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80
 
@@ -62,7 +64,7 @@ def test_an_example_is_under_80_lines(name):
 def test_every_example_is_in_the_table_and_here():
     listed = set(re.findall(r"^\| \[(\w+)\.py\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
     scripts = {file.stem for file in EXAMPLES.glob("*.py")}
-    assert listed == {*NAMES, *DIRECT} == scripts - {"demo", "demo_train"}
+    assert listed == {*NAMES, *DIRECT, *VERTICAL} == scripts - {"demo", "demo_train"}
 
 
 @pytest.mark.case("example house_prices")
@@ -142,6 +144,19 @@ def test_gan_ends_with_the_same_weights_on_two_workers(tmp_path):
     assert alone == two
     assert 0.7 < float(re.findall(r"centre ([\d.]+) after", alone)[0]) < 1.3
     assert apart(tmp_path / "1", tmp_path / "2", "gan") <= 1e-10
+
+
+@pytest.mark.case("example vertical")
+def test_vertical_ends_with_the_same_weights_where_each_company_reads_its_own_file(tmp_path):
+    three = {"workers": 3, "options": ("--strategy", "tensor=3")}
+    args = ("--epochs", "2", "--double")
+    alone, apiece = (
+        plain(tmp_path / "1", "vertical", *args),
+        spread(tmp_path / "3", "vertical", *args, **three),
+    )
+    assert alone == apiece
+    assert float(re.findall(r"([\d.]+)% of the unseen", alone)[-1]) > 65
+    assert apart(tmp_path / "1", tmp_path / "3", "vertical") <= 1e-12
 
 
 @pytest.mark.case("example parameter_server")
