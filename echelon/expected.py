@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 
 def step_bytes(prepared: Prepared) -> float | None:
-    """What this rank sends in a step (mesh/moves.py). None where sizes do not tell: rows of sparse tables differ from step to step."""
+    """What this rank sends in a step (mesh/moves.py). None where sizes do not tell: rows of sparse tables differ from step to step, columns
+    meet where the labels are, and stages kept in parts bring them as often as their order asks."""
     sharding, accumulate = prepared.sharding, prepared.strategy.accumulate
+    if prepared.tables.sides is not None or sharding.parted:
+        return None
     meetings = [_meeting(sync, prepared.strategy.local_steps) for sync in _whole(prepared)]
     if None in meetings:
         return None
@@ -94,5 +97,7 @@ def _crossings(ports: Iterable[Port]) -> list[Crossing]:
 def _tied(piped: Piped) -> float:
     tied = piped.tied
     return (
-        moves.all_reduced(sum(p.nbytes for p, _ in tied.copies), tied.group.size) if tied is not None else 0.0
+        moves.all_reduced(sum(copy.param.nbytes for copy in tied.copies), tied.group.size)
+        if tied is not None
+        else 0.0
     )

@@ -75,8 +75,8 @@ class Prepared:
         """By a buffer's name in checkpoints (`model1/…` for a second model): a module may put another tensor in its stead."""
         self.shared: dict[int, tensors.Shared] = {}
         """By a model's id: what of it is split over the tensor axis."""
-        self.piped: dict[int, Piped | Vertical] = {}
-        """Models whose steps run.step does not do by itself, by their id."""
+        self.piped: dict[int, Piped] = {}
+        """By a model's id: those that are cut into stages."""
         self.tables = Tables(strategy, world, machine)
         """Data whose columns lie on several workers."""
         self.say: Callable[[list[str]], None] = lambda lines: None
@@ -375,6 +375,10 @@ class Prepared:
         self.tracked.append(obj)
         self.ready("tracked", len(self.tracked) - 1)
         return obj
+
+    def stepper(self, model: nn.Module) -> Piped | Vertical | None:
+        """Who does a model's steps where run.step does not do them by itself."""
+        return self.piped.get(id(model)) or self.tables.models.get(id(model))
 
     def only(self, found: list[Any], what: str) -> Any:
         if len(found) == 1:

@@ -200,9 +200,9 @@ class Run:
             ) from None
         args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
         kwargs = inputs if isinstance(inputs, dict) else {}
-        piped = self.prepared.piped.get(id(model))
-        if piped is not None:
-            shown = self.values.global_loss(piped.step(loss_fn, args, kwargs, target))
+        stepper = self.prepared.stepper(model)
+        if stepper is not None:
+            shown = self.values.global_loss(stepper.step(loss_fn, args, kwargs, target))
         else:
             output = model(*args, **kwargs)
             loss = loss_fn(output, target)

@@ -104,7 +104,6 @@ class Tables:
         made = Vertical(model, self.sides, len(self.of), self.world, self.machine)
         made.place(prepared)
         self.models[id(model)] = made
-        prepared.piped[id(model)] = made
         return True
 
     def mine(
