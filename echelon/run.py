@@ -197,7 +197,7 @@ class Run:
         kwargs = inputs if isinstance(inputs, dict) else {}
         piped = self.prepared.piped.get(id(model))
         if piped is not None:
-            shown = self.values.global_loss(piped.step(loss_fn, args, kwargs, target))
+            shown = self.values.global_loss(piped.step(loss_fn, args, kwargs, target)).to(piped.loss_dtype)
         else:
             output = model(*args, **kwargs)
             loss = loss_fn(output, target)

@@ -150,7 +150,7 @@ def _micros(batches: Iterable[Sequence[Any]], epoch: int, cut: Cut, start: int) 
 
 def _whole(micro: Micro, cut: Cut) -> Micro:
     """With `together`: the samples worker by worker, each with its parts of the slices in their order."""
-    if cut.together == 1 or cut.size == 1 or cut.per_worker:
+    if cut.together == 1 or cut.per_worker:
         return micro
     ids = micro.ids
     slices = [ids[slice(*part(len(ids), i, cut.together))] for i in range(cut.together)]
