@@ -71,6 +71,7 @@ GOES_WITH = {
     "schedule": "pipeline",
     "cut": "pipeline",
     "chunks": "pipeline",
+    "shares": "pipeline",
     "tensor_plan": "tensor",
     "tensor_padding": "tensor",
 }
@@ -110,6 +111,19 @@ def divided(strategy: Strategy) -> None:
         "Use ps with apply=worker, where servers sum gradients, or leave tensor and pipeline out.",
     )
     wide(strategy)
+    _shares(strategy)
+
+
+def _shares(strategy: Strategy) -> None:
+    counts = tuple(len(stage) for stage in strategy.speeds)
+    example = "+".join(":".join("1" * width) for width in strategy.widths)
+    _need(
+        not strategy.shares or (strategy.wide and counts == strategy.widths),
+        f"shares={strategy.shares} are of {'+'.join(map(str, counts))} workers, and pipeline={strategy.pipeline} has others",
+        f"One number for each worker of each stage: shares={example} makes all of a stage alike."
+        if strategy.wide
+        else "Leave them out: every stage has one worker, which does all of its micro-batches.",
+    )
 
 
 def wide(strategy: Strategy) -> None:

@@ -96,8 +96,9 @@ class Piped:
         self.slices = build.cut(strategy, world).slices
         self.ran: Ran | None = None
         """What the last step took here."""
+        self.loss_dtype = torch.float32
         self.calls = self.num_micros = 0
-        self.dealer = Dealer(strategy.schedule, strategy.widths, self.chunks)
+        self.dealer = Dealer(strategy.schedule, strategy.widths, self.chunks, strategy.speeds)
         machine.keepers.append(self.dealer)
         self._inner: Callable[..., Any] | None = None
         Override(model, "forward", self._forward)
@@ -165,7 +166,8 @@ class Piped:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def step(self, loss_fn: LossFn, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
-        """Forward and backward of this worker's part of a batch; gives its loss, on all ranks of the pipe."""
+        """Forward and backward of this worker's part of a batch; gives its loss, on all ranks of the pipe: in float64, and `loss_dtype`
+        is what the script's has. Of a lost step it is any number."""
         micros = self._micros(args, kwargs, target)
         self.ready(micros[0], loss_fn)
         assert self.sync is not None
@@ -222,19 +224,19 @@ class Piped:
         what a micro-batch took on each worker."""
         last = self.stages.get(self.num_stages - 1)
         losses = last.losses if last is not None else {}
-        pipe = self.world.pipe
-        told = torch.zeros(2 + pipe.size, dtype=torch.float64, device=self.world.device)
+        pipe, kinds = self.world.pipe, len(_DTYPES)
+        told = torch.zeros(1 + kinds + pipe.size, dtype=torch.float64, device=self.world.device)
         for micro, loss in sorted(losses.items()):
+            told[1 + _DTYPES.index(loss.dtype)] += 1
             if micros[micro].counts:
                 told[0] += loss.double() * micros[micro].weight
-        told[2 + pipe.rank] = (self.ran and self.ran.per_micro) or 0.0
-        if self._firsts()[self.num_stages - 1] == pipe.rank:
-            told[1] = max((_DTYPES.index(loss.dtype) for loss in losses.values()), default=0)
+        told[1 + kinds + pipe.rank] = (self.ran and self.ran.per_micro) or 0.0
         outcome = pipe.all_reduce(told).wait(Deadline.after(STEP_S))
         self._note(outcome)
         if isinstance(outcome, Met):
-            self.dealer.learn(len(micros), told[2:].tolist())
-        return told[0].to(_DTYPES[int(told[1])])
+            self.dealer.learn(len(micros), told[1 + kinds :].tolist())
+            self.loss_dtype = _DTYPES[int(told[1 : 1 + kinds].argmax())]
+        return told[0]
 
     def _micros(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> list[MicroBatch]:
         """The part cut into micro-batches: this worker's rows of each slice of the global batch, so that replicas have as many, and

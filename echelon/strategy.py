@@ -160,6 +160,9 @@ class Strategy:
     chunks: int = 2
     """With schedule=interleaved: stages of each worker."""
 
+    shares: str = ""
+    """With pipeline=3+1 and the like: how fast each worker of a stage is, as 2:1:1+1; by default measured, and then two runs may differ in last bits."""
+
     slices: int = 0
     """Fixed cuts of each batch whose sums are taken in order, for the same bits at any world size."""
 
@@ -207,6 +210,11 @@ class Strategy:
             f"pipeline={self.pipeline} is not a number of stages",
             "pipeline=2 cuts the model in two; pipeline=3+1 gives three workers to stage 0 and one to stage 1.",
         )
+        _need(
+            not self.shares or bool(re.fullmatch(r"[1-9]\d{0,5}([:+][1-9]\d{0,5})*", self.shares)),
+            f"shares={self.shares} are not whole numbers of at least 1",
+            "shares=2:1:1+1: of stage 0 the first worker is twice as fast as the two others; one number for each worker.",
+        )
         _need(self.data >= 0, f"data={self.data} must not be negative")
         _need(self.level in (1, 2, 3), f"level={self.level} must be 1, 2 or 3")
 
@@ -230,6 +238,13 @@ class Strategy:
     def wide(self) -> bool:
         """Some stage of the pipeline has several workers, which share its micro-batches."""
         return max(self.widths) > 1
+
+    @property
+    def speeds(self) -> tuple[tuple[int, ...], ...]:
+        """Of each worker of each stage, where `shares` names them; else nothing."""
+        return tuple(
+            tuple(int(speed) for speed in stage.split(":")) for stage in self.shares.split("+") if stage
+        )
 
     @property
     def splits_model(self) -> bool:

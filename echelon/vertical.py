@@ -146,6 +146,7 @@ class Vertical:
         self.model, self.world, self.machine = model, world, machine
         self.columns, self.owner = sides.columns[world.rank], sides.owner
         self.wire = Wire(world.tensor, sides.owner, self.lost)
+        self.loss_dtype = torch.float32
         self.name, self.layer = _reader(models.unwrapped(model), width)
         self.first = First(self.layer, self.name, len(self.columns), self.wire)
         self.shape = (self.layer.out_features, width)
@@ -197,7 +198,7 @@ class Vertical:
     # -- a step, and evaluation -----------------------------------------------------------------------------------
 
     def step(self, loss_fn: LossFn, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
-        """Forward and backward: what is here of them. Gives the owner's loss on every worker."""
+        """Forward and backward: what is here of them. Gives the owner's loss on every worker, in float64; `loss_dtype` is the script's."""
         told = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         if self.wire.owns:
             with self._calling():
@@ -215,7 +216,8 @@ class Vertical:
         loss_there, dtype = self.wire.tell(told).unbind()
         self.machine.counters.times.pipe_s += self.wire.waited_s
         self.wire.waited_s = 0.0
-        return loss_there.to(_DTYPES[int(dtype)])
+        self.loss_dtype = _DTYPES[int(dtype)]
+        return loss_there
 
     def judged(self, fn: Judge) -> Judge:
         """The script's function, which workers without labels leave where they gave their part."""

@@ -43,7 +43,7 @@ ROWS = {
     "--resume gives the same bits", "--resume starts what is not there", "50 moments of SIGTERM", "SIGTERM in the last moment", "SIGTERM in a loop without a loader", "ps,update=async: one worker is plain torch", "ps,update=async: every sample once", "ps,update=bounded: no staleness is sync, bit for bit", "ps,update=async: SIGTERM and --resume", "ps,update=async: a killed worker", "ps,update=async: worker 0 is killed", "ps,backup: late parts are dropped and dealt again", "ps,aggregate: more parts than workers", "ps,backup: a killed worker", "ps,backup: every piece in one update, under delays and kills", "ps,update=async: a push that reached some servers", "ps,backup: SIGTERM and --resume", "ps,update=async: the ledger under kills", "a look never kills", "SIGTERM to all processes at once", "SIGTERM to any process", "SIGTERM at another host", "checkpoint on one worker only", "an iterator left open at the end", "another model is named by its tensor", "the last complete one loads and says so", "a script that goes another way", "USERS 10", "USERS 5", "USERS 6", "a second signal ends at once", "echelon stop saves", "kill -9 and --resume", "no checkpoint within the grace", "saved at 4, loaded at any",
     # checkpoints
     "checkpoint files are safetensors and JSON", "damaged checkpoints are named", "a pickle is refused",
-    "a full disk keeps the old checkpoint", "a full disk under the run's folder", "checkpoint memory: a share + 10 %",
+    "a full disk keeps the old checkpoint", "a full disk under the run's folder", "a full disk under run.save of a split model", "checkpoint memory: a share + 10 %",
     "kill -9 around checkpoints", "kill -9 at 200 moments around checkpoints", "checkpoints on a real S3 server", "saved at 4, read at 1, 2, 3, 6, 8", "saved in pieces, read in any others", "a checkpoint of any form loads under any other", "run.save without the model in one memory", "a norm over pieces is the norm", "one rank's failure fails a checkpoint everywhere",
     # stuck and desynchronised
     "stuck: the decision", "stuck: data", "stuck: stopped", "stuck: holds the GIL", "stuck: asleep", "stuck: busy",
@@ -127,7 +127,7 @@ ROWS = {
     "pipeline: schedules are whole and cannot deadlock", "pipeline: the bubble, predicted",
     "pipeline: micro-batches dealt to unequal workers", "pipeline: every schedule equals one process",
     "pipeline: values that skip stages", "pipeline: over shared memory", "pipeline: a lost peer unwinds",
-    "pipeline: a message that is not due is an error with both sides", "pipeline: garbage in messages",
+    "pipeline: a message that is not due is an error with both sides", "pipeline: garbage in messages", "split models: a worker killed, stopped or asked to stop",
     "pipeline: trained, evaluated, saved and resumed as anywhere", "equality of pipelines", "equality of pipelines with parameter servers", "lost steps of pipelines", "pipeline: a plain loop is told what to write",
     # models that one worker cannot hold
 

@@ -143,15 +143,24 @@ class LocalStore:
     def _explain(self, verb: str, path: Path, error: OSError) -> CheckpointError:
         remedy = "Give another folder, or make this one writable."
         what = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = "the disk is full" if error.errno == errno.ENOSPC else "the quota is used up"
-            with contextlib.suppress(OSError):
-                usage = shutil.disk_usage(self.root)
-                what += f" ({usage.free >> 20} of {usage.total >> 20} MiB are free)"
+        full = no_room(error, self.root)
+        if full:
+            what = full
             remedy = "Free some space, keep fewer checkpoints, or give a folder on another disk."
         elif error.errno in (errno.EIO, errno.ESTALE):
             remedy = "The disk or the network file system failed: see the system's log."
         return CheckpointError(f"cannot {verb} {path}: {what}", remedy=remedy)
+
+
+def no_room(error: OSError, folder: Path) -> str:
+    """What is said of a disk that is full; nothing of other errors."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    what = "the disk is full" if error.errno == errno.ENOSPC else "the quota is used up"
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(folder)
+        what += f" ({usage.free >> 20} of {usage.total >> 20} MiB are free)"
+    return what
 
 
 def open_store(target: str | Path) -> Store:

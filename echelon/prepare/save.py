@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from echelon import activity
+from echelon.checkpoint.store import no_room
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome
 from echelon.errors import PeerLost, UsageError
@@ -78,7 +79,7 @@ def write_once(
         try:
             write(entries, path)
         except (OSError, UsageError) as error:
-            failure = [_reason(exchange.group.rank, error)]
+            failure = [_reason(exchange.group.rank, error, path)]
     _refuse(exchange.words(failure), path)
 
 
@@ -117,7 +118,7 @@ def _together(table: Table, path: Path, exchange: Exchange) -> None:
                 partial, word = Partial.make(path, table.num_bytes)
                 failure = [json.dumps({**word, "digest": digest})]
             except OSError as error:
-                failure = [_reason(0, error)]
+                failure = [_reason(0, error, path)]
         said = exchange.words(failure)
         if not said[0].startswith("{"):
             _refuse(said, path)
@@ -131,15 +132,19 @@ def _together(table: Table, path: Path, exchange: Exchange) -> None:
             [] if word["digest"] == digest else [f"rank {group.rank} has other tensors to save than rank 0"]
         )
         if not failure:
-            failure = _attempt(lambda: _fill(table, partial, group), group.rank) if partial or sends else []
+            failure = (
+                _attempt(lambda: _fill(table, partial, group), group.rank, path) if partial or sends else []
+            )
         if sends:
             _met(group.send(_frame(OVER, group), 0, TAG).wait(Deadline.after(LIMIT_S)))
         if group.rank == 0 and partial is not None:
-            failure += [why for rank in senders for why in _receive(rank, partial, table, group)]
+            failure += [why for rank in senders for why in _receive(rank, partial, table, group, path)]
         _refuse(exchange.words(failure), path)
         # replace
         failure = (
-            _attempt(lambda: partial.replace(path, table.header), 0) if partial and group.rank == 0 else []
+            _attempt(lambda: partial.replace(path, table.header), 0, path)
+            if partial and group.rank == 0
+            else []
         )
         _refuse(exchange.words(failure), path)
     finally:
@@ -157,7 +162,7 @@ def _fill(table: Table, partial: Partial | None, group: Group) -> None:
             _met(group.send(x, 0, TAG).wait(Deadline.after(LIMIT_S)))
 
 
-def _receive(sender: int, partial: Partial, table: Table, group: Group) -> list[str]:
+def _receive(sender: int, partial: Partial, table: Table, group: Group, path: Path) -> list[str]:
     """Writes what a rank sends, until it is over. What cannot be written is still taken, so that the sender comes to its end."""
     head, room = (
         _frame(BLOCK, group),
@@ -178,7 +183,7 @@ def _receive(sender: int, partial: Partial, table: Table, group: Group) -> list[
             )
         _met(group.recv(room[:num_bytes], sender, TAG).wait(Deadline.after(LIMIT_S)))
         block = Block(at, length, period, room[:num_bytes].cpu().numpy())
-        failure = failure or _attempt(lambda block=block: partial.put(block), 0)  # type: ignore[misc]
+        failure = failure or _attempt(lambda block=block: partial.put(block), 0, path)  # type: ignore[misc]
 
 
 def _frame(
@@ -187,7 +192,7 @@ def _frame(
     return torch.tensor([kind, at, length, period, num_bytes], device=group.buffer(0).device)
 
 
-def _attempt(act: Callable[[], None], rank: int) -> list[str]:
+def _attempt(act: Callable[[], None], rank: int, path: Path) -> list[str]:
     """What went wrong, as words for the others: they must not wait for a rank that gave up."""
     try:
         act()
@@ -195,17 +200,19 @@ def _attempt(act: Callable[[], None], rank: int) -> list[str]:
     except PeerLost:
         raise
     except Exception as error:
-        return [_reason(rank, error)]
+        return [_reason(rank, error, path)]
 
 
-def _reason(rank: int, error: Exception) -> str:
-    return f"rank {rank}: {type(error).__name__}: {error}".replace("\n", " ")
+def _reason(rank: int, error: Exception, path: Path) -> str:
+    full = no_room(error, path.parent) if isinstance(error, OSError) else ""
+    return f"rank {rank}: {full or f'{type(error).__name__}: {error}'}".replace("\n", " ")
 
 
 def _refuse(said: list[str], path: Path) -> None:
     if said:
         raise UsageError(
-            f"{path} could not be written: {said[0]}", remedy="Nothing was replaced; choose another path."
+            f"{path} could not be written: {said[0]}",
+            remedy="Nothing was replaced. Free some space, make its folder writable, or choose another path.",
         )
 
 

@@ -23,7 +23,13 @@ from tests.equality import zoo
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 MODELS = ("mlp", "cnn", "transformer", "two")
 SIZES = (1, 2, 5)
-LOST = {2: "pipeline=2,microbatches=2", 4: "data=2,pipeline=2,microbatches=2,schedule=zero-bubble"}
+LOST = {
+    2: {"pipeline=2,microbatches=2": MODELS},
+    4: {
+        "data=2,pipeline=2,microbatches=2,schedule=zero-bubble": MODELS,
+        "pipeline=3+1,microbatches=5,shares=2:1:1+1": ("cnn", "transformer"),
+    },
+}
 """In these worlds steps are lost on purpose as well."""
 CUTS = {"mlp": "body.1", "cnn": "n2", "transformer": "mix", "two": "middle.2"}
 """Where it is cut by measurement, another run may be cut elsewhere."""
@@ -206,12 +212,12 @@ def main():
         return
     for text, kind, optimizer in cells(first.world_size, every=sys.argv[2:] == ["every"]):
         results[text, kind, optimizer] = train(worlds.run(text), kind, optimizer)
-    text = LOST.get(first.world_size)
-    if text:
-        for name, lost in (("lost", (2, 3, 7)), ("calm", ())):
-            results[name] = [
-                train(worlds.run(f"{text},cut={CUTS[kind]}"), kind, "adamw", lost) for kind in MODELS
-            ]
+    for name, lost in (("lost", (2, 3, 7)), ("calm", ())):
+        results[name] = [
+            train(worlds.run(f"{text},cut={CUTS[kind]}"), kind, "adamw", lost)
+            for text, kinds in LOST.get(first.world_size, {}).items()
+            for kind in kinds
+        ]
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from echelon.elastic import journal
 from echelon.elastic.journal import Journal
@@ -88,3 +90,38 @@ def test_the_journal_has_room_of_its_own_and_holds_what_does_not_fit(small_disk,
     again.add(record | {"number": 200}, sync=True)
     assert [json.loads(line)["number"] for line in again.path.read_text().splitlines()] == list(range(201))
     again.close()
+
+
+SAVE = """
+    import sys
+    import torch, echelon
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    run = echelon.init()
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Tanh(), nn.Linear(1000, 1000, bias=False))  # 8 MB
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(4, 1000)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(TensorDataset(x, x), batch_size=4))
+    for epoch in run.epochs(2):
+        for a, b in loader:
+            run.step(F.mse_loss, (a, b))
+        run.save(sys.argv[1])
+"""
+
+
+@pytest.mark.case("a full disk under run.save of a split model")
+@pytest.mark.parametrize(("workers", "strategy"), [(3, "pipeline=2+1"), (2, "sharded")])
+def test_a_full_disk_keeps_the_file_of_a_split_model(small_disk, echelon_run, workers, strategy):
+    target = small_disk / "model.safetensors"
+    result = echelon_run(SAVE, str(target), workers=workers, options=("--strategy", strategy), timeout_s=120)
+    assert result.code != 0
+    said = " ".join(result.err.split())
+    assert f"{target} could not be written: rank 0: the disk is full (" in said, result.err
+    assert "of 12 MiB are free) Nothing was replaced. Free some space" in said
+    assert os.listdir(small_disk) == [target.name], "nothing half is left"
+    saved = load_file(target)
+    assert sorted(saved) == ["0.weight", "2.weight"]
+    assert all(torch.isfinite(t).all() and t.abs().sum() > 0 for t in saved.values())

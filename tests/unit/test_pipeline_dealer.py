@@ -70,3 +70,19 @@ def test_learned_shares_make_steps_shorter():
 
     taken = [step() for _ in range(6)]
     assert taken[0] / taken[-1] > 1.5
+
+
+def test_named_shares_stay_whatever_is_measured():
+    dealer = Dealer("1f1b", (3, 1), speeds=((2, 1, 1), (1,)))
+
+    def counts():
+        return [len({a.micro for a in order}) for order in dealer.orders(8)]
+
+    assert counts() == [4, 2, 2, 8]
+    before = dealer.orders(8)
+    for _ in range(5):
+        assert not dealer.learn(8, [9.0, 0.1, 0.1, 1.0])
+    dealer.put_back()
+    assert dealer.orders(8) == before
+    even = Dealer("1f1b", (3, 1), speeds=((1, 1, 1), (1,)))
+    assert even.orders(7) == Dealer("1f1b", (3, 1)).orders(7)

@@ -24,8 +24,16 @@ Pace = tuple[tuple[float, ...], ...]
 class Dealer:
     """See above. It is a Keeper: `put_back` forgets."""
 
-    def __init__(self, schedule: Schedule, widths: Sequence[int], chunks: int = 1) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        widths: Sequence[int],
+        chunks: int = 1,
+        speeds: Sequence[Sequence[float]] = (),
+    ) -> None:
+        """`speeds` of each worker of each stage, where they were named: then nothing is learned."""
         self.schedule, self.widths, self.chunks = schedule, tuple(widths), chunks
+        self.named: Pace | None = tuple(tuple(sum(s) / each for each in s) for s in speeds) or None
         self.pace: Pace | None = None
         """What the lists are made for; None: as if all stages were equally busy."""
         self.put_back()
@@ -34,7 +42,7 @@ class Dealer:
         pass
 
     def put_back(self) -> None:
-        self._forget(None)
+        self._forget(self.named)
         self._seen: list[float] = []
         self._num_seen = 0
 
@@ -54,7 +62,7 @@ class Dealer:
         """What a micro-batch of the last step took on each worker, 0 where there was none. True when shares are dealt anew:
         only if that makes a step of so many micro-batches clearly shorter for the workers of a stage."""
         self._num_seen += 1
-        if max(self.widths) == 1 or self._num_seen <= WARM:
+        if max(self.widths) == 1 or self.named or self._num_seen <= WARM:
             return False
         before = self._seen or [0.0] * len(seconds)
         self._seen = [
