@@ -202,7 +202,9 @@ def test_a_worker_killed_before_the_first_batch_ends_the_run(start_run, tmp_path
     result = running.wait(WAIT_S)
     assert result.code == 137
     assert re.search(r"worker 2 on \S+ was killed by SIGKILL", re.sub(r"\s+", " ", result.err)), result.err
-    assert "started again" not in result.err
+    assert "is started again" not in result.err
+    told = re.sub(r"\s+", " ", result.err)
+    assert "It was not started again: before the first batch there is no place" in told, result.err
     assert leftovers(tmp_path, before) == []
 
 

@@ -233,10 +233,20 @@ def test_a_server_killed_in_mid_training_is_named(start_run, tmp_path, way):
 
 
 @pytest.mark.case("a worker killed among servers is named")
-def test_a_worker_killed_in_mid_training_is_named_and_the_others_are_consequences(start_run, tmp_path):
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("servers_share=1", "the workers hold the weights"),
+        pytest.param("update=bounded", "update=bounded has no common step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_killed_in_mid_training_is_named_and_the_others_are_consequences(
+    start_run, tmp_path, way, why
+):
     before = segments()
-    running = start_run(LONG, workers=3, options=(*PS, *WAYS["servers sum"]))  # else it is started again
+    running = start_run(LONG, workers=3, options=(*PS, "--set", way, "--set", "checkpoint_every=5"))
     running.until(lambda: running.shows("up (×3)") or running.shows("2] up"))
+    running.until(lambda: running.shows("checkpoint at step"))
     running.kill("worker", 1)
     killed = time.monotonic()
     result = running.wait()
@@ -246,6 +256,10 @@ def test_a_worker_killed_in_mid_training_is_named_and_the_others_are_consequence
     assert re.search(r"worker 1 on \S+ was killed by SIGKILL \(signal 9\)", told), result.err
     assert "2 other workers failed as a consequence (0,2)" in told, result.err
     assert not re.search(r"server \d on \S+ (failed|was killed)", told), result.err
+    assert f"It was not started again: {why}" in told, result.err
+    assert re.search(
+        r"the last complete checkpoint is of step \d+: add --resume=\S+ to go on from it", told
+    ), told
     wait_for_nothing(tmp_path, before, LIMIT_S)
 
 
