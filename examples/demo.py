@@ -59,7 +59,7 @@ CASES = [
     Case("sharded", 2, ("--strategy", "sharded,level=3")),
     Case("tensor", 2, ("--strategy", "tensor=2")),
     Case("pipeline", 2, ("--strategy", "pipeline=2,microbatches=4")),
-    Case("data × pipeline", 4, ("--strategy", "data=2,pipeline=2,microbatches=2")),
+    Case("data, pipeline", 4, ("--strategy", "data=2,pipeline=2")),
 ]
 
 
@@ -103,9 +103,8 @@ def main() -> int:
     all_same, began = True, time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="echelon-demo-") as scratch:
         for number, case in enumerate(CASES):
-            console.print(
-                Rule(f"[bold]{number + 1}/{len(CASES)}[/] {case.shown()}", align="left", style="dim")
-            )
+            console.print(Rule(f"[bold]{number + 1}/{len(CASES)}[/] {case.name}", align="left", style="dim"))
+            console.print(case.shown())
             here, reference = Path(scratch, str(number)), Path(scratch, "0")
             facts = train(case, here)
             if facts is None:
