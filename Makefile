@@ -39,7 +39,7 @@ $(NATIVE): $(READY) $(wildcard csrc/*)
 sanitize: setup ## the core's stress program under ASan, UBSan and TSan
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh csrc/sanitize.sh
 
-demo: setup ## one script on 1, 2 and 4 workers, and the same result
+demo: setup ## one script by every form on 1, 2 and 4 workers, and the same result
 	@$(PY) examples/demo.py
 
 test: setup ## the stated sample of the tests: all but those marked slow, about 27 minutes on 2 cores

@@ -1,8 +1,8 @@
 """What the demo trains: which letter follows 16 letters of Python's documentation. Both loops are here to compare.
 
 python demo_train.py --torch              the loop in PyTorch alone: the answer
-python demo_train.py                      the same loop with Echelon, one process
-echelon run --workers 2 demo_train.py     two
+python demo_train.py                      the same with Echelon, one process
+echelon run --workers 2 demo_train.py     two; run.step is the loop for every strategy, also where the model is split
 """
 
 import argparse
@@ -57,12 +57,8 @@ def train_with_echelon(run):
     prepared = run.prepare(loader)
     for _ in run.epochs(args.epochs):
         for x, y in prepared:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            run.clip_grad_norm(model, 1.0)
-            optimizer.step()
+            loss = run.step(F.cross_entropy, (x, y), clip_norm=1.0)
             scheduler.step()
-            optimizer.zero_grad()
             run.log(loss=loss)
     return run.global_step
 

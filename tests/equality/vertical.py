@@ -41,11 +41,15 @@ class Cell:
     def accumulate(self):
         return merge(parse(self.strategy)).accumulate
 
+    @property
+    def ema(self):
+        return merge(parse(self.strategy)).ema
+
 
 CELLS = {
     "stretches": Cell(((0, 1, 2), (3, 4), (5,)), 0),
     "woven": Cell(((0, 3), (1, 4, 5), (2,)), 2, "accumulate=2", "sgd", "norm"),
-    "labels-only": Cell(((0, 1, 2, 5), (), (3, 4)), 1, "microbatches=2"),
+    "labels-only": Cell(((0, 1, 2, 5), (), (3, 4)), 1, "microbatches=2,ema=0.8"),
     "frozen": Cell(((4, 0), (2,), (5, 3, 1)), 0, "", "adamw", "frozen"),
 }
 
@@ -88,8 +92,9 @@ def judge(model, batch):
 
 
 def plain(cell):
-    """One process in plain torch with all columns: the weights, and the loss over all rows."""
+    """One process in plain torch with all columns: the weights (averaged ones where they are asked for), and the loss over all rows."""
     model, (x, y) = make(cell.model), table()
+    averages = [p.detach().clone() for p in model.parameters()]
     opt, scheduler, clip = zoo.optimizer_for(cell.optimizer, model, zoo.num_steps(cell.accumulate))
     loader = loader_for(TensorDataset(x, y))
     for _ in range(zoo.EPOCHS):
@@ -105,6 +110,10 @@ def plain(cell):
             if scheduler:
                 scheduler.step()
             opt.zero_grad()
+            for average, param in zip(averages, model.parameters(), strict=True):
+                average.lerp_(param.detach(), 1 - cell.ema)
+    if cell.ema:
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(averages), model.parameters())
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     total, count = judge(model.eval(), (x, y))["loss"]
     return weights, total.item() / count
