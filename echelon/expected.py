@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.mesh import memory, moves
 from echelon.mesh.moves import Crossing
+from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.coded import CodedWire
+from echelon.parallel.gradsync import GradSync
 from echelon.parallel.pipeline.contract import Port
 from echelon.parallel.rounds import LocalSync
 from echelon.parallel.sums import SumWire
@@ -47,19 +49,27 @@ def peak_bytes(prepared: Prepared) -> int | None:
         return None
     training, base = prepared.needs
     split = memory.split_of(strategy, prepared.world.size)
-    here = sum(slot.param.nbytes for sync in _whole(prepared) for slot in sync.slots)
+    here = sum(
+        slot.param.nbytes
+        for sync in _whole(prepared)
+        if isinstance(sync, AllReduceSync)
+        for slot in sync.slots
+    )
     if training.parameters and (split.stages > 1 or split.tensor > 1) and split.level < 2:
         split = replace(split, largest_stage=here * split.tensor / training.parameters)
     return memory.peak(memory.needed(training, split), base, activations=0)
 
 
-def _whole(prepared: Prepared) -> list[Any]:
+def _whole(prepared: Prepared) -> list[GradSync]:
     """The meetings of what is not split by `sharded`."""
     split = {id(sync) for sync in prepared.sharding.syncs}
     return [sync for sync in prepared.machine.syncs if id(sync) not in split]
 
 
-def _meeting(sync: Any, local_steps: int) -> float | None:
+def _meeting(sync: GradSync, local_steps: int) -> float | None:
+    """None for one that is not known here, and for rows."""
+    if not isinstance(sync, AllReduceSync):
+        return None
     trained = [slot for slot in sync.slots if slot.param.requires_grad]
     if any(slot.sparse for slot in trained):
         return None
@@ -77,6 +87,8 @@ def _meeting(sync: Any, local_steps: int) -> float | None:
 
 def _crossing(piped: Piped) -> float:
     """The micro-batches of one batch that this worker has, each with its own shapes."""
+    if not piped.num_micros:  # it was not trained in this step
+        return 0.0
     rank, places = piped.world.pipe.rank, piped.strategy.stages
     where = [stage % places for stage in range(piped.num_stages)]
     place = piped.world.mesh.stage(piped.world.rank)

@@ -278,7 +278,7 @@ class Sharding:
         whole = f" · {self.whole_bytes / MIB:.1f} MiB stay whole" if self.whole_bytes else ""
         return [
             f"{what[self.level]} split over {workers} workers ({detail}){whole}",
-            f"a step sends about {self.step_bytes() / MIB:.1f} MiB a worker",
+            f"a step sends about {self.step_bytes(self.strategy.accumulate * self.strategy.microbatches) / MIB:.1f} MiB a worker",
         ]
 
     def step_bytes(self, micros: int = 1) -> float:
