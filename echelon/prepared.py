@@ -15,6 +15,7 @@ from echelon import build, facts, staging
 from echelon.apart import Apart
 from echelon.errors import StrategyError, UsageError
 from echelon.loop import Stepping
+from echelon.mesh import memory
 from echelon.mesh.layout import Placed, Stateful
 from echelon.mesh.memory import Training
 from echelon.parallel import needs, norm, rounds
@@ -124,7 +125,8 @@ class Prepared:
             return
         base = 0 if self.models else needs.base(models, self.world.device)
         optimizers += [o.optimizer for o in self.machine.optimizers]
-        found = needs.training([*self.models, *models], optimizers, ema=bool(self.strategy.ema))
+        unit_bytes = int(self.strategy.wrap_mib * memory.MIB)
+        found = needs.training([*self.models, *models], optimizers, bool(self.strategy.ema), unit_bytes)
         self.needs = found, self.needs[1] if self.needs else base
         have = needs.room(self.world.device, self.run_name)
         short = needs.require_room(found, self.strategy, self.world.size, have, base)

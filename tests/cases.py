@@ -122,6 +122,7 @@ ROWS = {
     "run.build: nothing is allocated",
     "too large: plain data parallel names the shortfall and what would fit", "too large: what is needed and what fits",
     "too large: an allocation that fails is told what takes less",
+    "too large: sharded trains within the memory that was predicted",
     "tensor: with a pipeline",
     # pipelines: lists of actions, and going through them
     "pipeline: schedules are whole and cannot deadlock", "pipeline: the bubble, predicted",

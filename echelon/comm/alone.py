@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from echelon.comm import check
 from echelon.comm.group import Done, Lost, Op, Outcome, Receipt, Work
+
+LARGE = 1 << 20
+"""Buffers from here on take no memory until they are written to: alone, most gradients stay where they are."""
 
 
 class AloneGroup:
@@ -24,7 +28,10 @@ class AloneGroup:
         self._outcome: Outcome | None = None
 
     def buffer(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        if self.device.type != "cpu" or nbytes < LARGE:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        untouched = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(untouched, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Work:
         check.whole("all_reduce", x=x)

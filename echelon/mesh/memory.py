@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from echelon.strategy import Strategy
 
 GIB, MIB = 1 << 30, 1 << 20
+NEW_VALUES = 32 * MIB
+"""At level 1: parameters that are on their way from those who stepped them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,10 @@ class Training:
     """Buffers; the averaged weights of ema."""
 
     largest: int = 0
-    """Parameters of the largest single layer: sharded gathers it whole, and no cut goes through it."""
+    """Parameters of the largest single layer: no cut goes through it."""
+
+    unit: int = 0
+    """Parameters of the largest unit that sharded would gather; 0 when it is not known: then the size that was asked for is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,18 +140,18 @@ def needed(training: Training, split: Split) -> Needed:
     )
     params, grads, state = (int(rest * x) for x in (training.parameters, training.gradients, training.state))
     state = 0 if split.state_elsewhere else state
-    unit = min(params, max(split.unit, int(training.largest / split.tensor)))
+    unit = min(params, int((training.unit or max(split.unit, training.largest)) / split.tensor))
     gathered = 0
     if split.level >= 1:
         state //= split.shards
+    if split.level == 1:
+        gathered += min(params, NEW_VALUES)
     if split.level >= 2:
         grads //= split.shards
-        gathered += unit  # the gradients of one unit, before they are summed and cut
-    if split.level == 2:
-        gathered += params // split.shards  # each rank's part lies beside the gathered whole
-    if split.level >= 3:
-        params //= split.shards
-        gathered += 2 * unit  # the parameters of one unit, and of the next on its way
+        gathered += 2 * unit  # the gradients of one unit, and of another that is being summed and cut
+        whole, params = params, params // split.shards
+        # the parameters: of all units until their backward is over, whose gradients then come; or of one unit and the next
+        gathered += max(0, whole - grads) if split.level == 2 else 2 * unit
     banked = grads if split.banked else 0
     return Needed(
         parameters=params,
@@ -161,6 +166,12 @@ def needed(training: Training, split: Split) -> Needed:
 def peak(need: Needed, base: int, activations: int) -> int:
     """The predicted peak of a worker's process: what lasts, what the process took before the model, what a forward keeps."""
     return need.total + base + activations
+
+
+def short(need: Needed, have: Have, base: int) -> bool:
+    """Might memory not suffice if the C library keeps what is freed? It then holds up to as much again: blocks of some MiB, in whose gaps
+    the next ones do not fit."""
+    return 2 * need.total + base > have.share
 
 
 def judge(

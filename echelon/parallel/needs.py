@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from echelon.errors import NoRoom
 from echelon.mesh import limits, memory
 from echelon.mesh.memory import Have, Tight, TooLarge, Training
+from echelon.parallel.sharded import units
+from echelon.parallel.sharded.split import tree
 from echelon.strategy import Strategy
 
 
 def training(
-    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], ema: bool = False
+    models: Iterable[nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    ema: bool = False,
+    unit_bytes: int = 0,
 ) -> Training:
-    """Bytes of these models in training. Optimizers that are not torch's own count for nothing: what is said is the least."""
+    """Bytes of these models in training, with the units that sharded makes of them where `unit_bytes` are wanted. Optimizers that are not
+    torch's own count for nothing: what is said is the least."""
     models = list(models)
     params = {id(p): p for model in models for p in model.parameters()}
     buffers = {id(b): b for model in models for b in model.buffers()}
@@ -32,16 +38,24 @@ def training(
         state=int(sum(_state(optimizer) for optimizer in optimizers)),
         other=sum(map(_bytes, buffers.values())) + whole * ema,
         largest=max(layers, default=0),
+        unit=max((_unit(m, unit_bytes) for m in models), default=0) if unit_bytes else 0,
     )
+
+
+def _unit(model: nn.Module, unit_bytes: int) -> int:
+    return max(units.units(tree(model, set()), unit_bytes).values())
 
 
 def require_room(found: Training, strategy: Strategy, workers: int, have: Have | None, base: int = 0) -> str:
     """Raises NoRoom when this cannot fit a worker, with what is missing and what would fit: before the kernel kills it for that.
 
-    Gives a warning, or "", where it only may not fit."""
+    Gives a warning, or "", where it only may not fit. Where there is no room for memory that is free and not given back, it is given
+    back from now on."""
     if have is None:
         return ""
     split = memory.split_of(strategy, workers)
+    if memory.short(memory.needed(found, split), have, base):
+        limits.give_back_at_once()
     verdict = memory.judge(found, split, have, workers, str(strategy), base)
     if isinstance(verdict, TooLarge):
         raise NoRoom(verdict.message, remedy=verdict.remedy)

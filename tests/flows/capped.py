@@ -8,6 +8,7 @@ assert groups.peak(0) < …
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from echelon.mesh.memory import Training
 from echelon.strategy import merge, parse
 
 MIB = 1 << 20
+NUMBERS = itertools.count()
 LAYER_BYTES = 4 * 1024 * 1025
 """Parameters of one layer of the script's model, in float32."""
 
@@ -58,7 +60,9 @@ run.print(f"loss {loss.item():.9f}")
 def predicted(strategy: str, workers: int, layers: int, base: int) -> int:
     """The peak of a worker of SCRIPT, with AdamW, of which `base` bytes are Python's and torch's."""
     whole = layers * LAYER_BYTES
-    found = Training(parameters=whole, gradients=whole, state=2 * whole, largest=LAYER_BYTES)
+    found = Training(
+        parameters=whole, gradients=whole, state=2 * whole, largest=LAYER_BYTES, unit=LAYER_BYTES
+    )
     need = memory.needed(found, memory.split_of(merge(parse(strategy)), workers))
     return memory.peak(need, base, activations=(layers + 1) * 8 * 1024 * 4)
 
@@ -83,11 +87,13 @@ class Caps:
 @contextlib.contextmanager
 def caps(workers: int, nbytes: int) -> Iterator[Caps]:
     """A control group for each worker, removed afterwards. Skips where none can be made."""
-    for root, limit in (
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
-        (Path("/sys/fs/cgroup"), "memory.max"),
+    for root, limit, there in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "tasks"),
+        (Path("/sys/fs/cgroup"), "memory.max", "cgroup.controllers"),
     ):
-        made = Caps(root / f"echelon-cap-{os.getpid()}", workers, v2=limit == "memory.max")
+        if not (root / there).exists():
+            continue
+        made = Caps(root / f"echelon-cap-{os.getpid()}-{next(NUMBERS)}", workers, v2=limit == "memory.max")
         try:
             for folder in made.folders:
                 folder.mkdir()

@@ -28,10 +28,10 @@ SMALL_UNITS = 4 * MIB
     [
         (Split(), 1600),
         (Split(state_elsewhere=True), 800),
-        (Split(level=1, shards=4), 400 + 400 + 200),
-        (Split(level=2, shards=4, unit=SMALL_UNITS), 400 + 100 + 100 + 200 + 16),
-        (Split(level=3, shards=4, unit=SMALL_UNITS), 100 + 100 + 200 + 3 * 16),
-        (Split(level=3, shards=4), 100 + 100 + 200 + 3 * 32),
+        (Split(level=1, shards=4), 400 + 400 + 200 + 32),
+        (Split(level=2, shards=4, unit=SMALL_UNITS), 100 + 100 + 200 + (400 - 100) + 2 * 16),
+        (Split(level=3, shards=4, unit=SMALL_UNITS), 100 + 100 + 200 + 4 * 16),
+        (Split(level=3, shards=4), 100 + 100 + 200 + 4 * 32),
         (Split(stages=4), 400),
         (Split(stages=4, largest_stage=0.5), 800),
         (Split(stages=100), 16 * 4),
@@ -39,7 +39,7 @@ SMALL_UNITS = 4 * MIB
         (Split(banked=True), 2000),
         (Split(stages=2, banked=True), 1000),
         (Split(tensor=2, stages=2), 400),
-        (Split(stages=2, level=1, shards=2), 200 + 200 + 200),
+        (Split(stages=2, level=1, shards=2), 200 + 200 + 200 + 32),
     ],
     ids=str,
 )
@@ -65,6 +65,23 @@ def test_how_a_strategy_lays_a_model(strategy, workers, split):
     assert memory.split_of(merge(parse(strategy)), workers) == split
 
 
+def test_memory_is_short_where_what_is_freed_and_kept_would_not_fit_as_well():
+    need = memory.needed(ADAM, Split(level=3, shards=4))
+    assert memory.short(need, Have(1000 * MIB, "a limit"), base=200 * MIB)
+    assert not memory.short(need, Have(1400 * MIB, "a limit"), base=200 * MIB)
+
+
+def test_what_sharded_gathers_is_the_largest_unit_of_the_model():
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+    model = nn.Sequential(*layers, nn.Linear(64, 256))
+    layer = 4 * 64 * 65
+    found = needs.training([model], [], unit_bytes=layer)
+    assert found.unit == 4 * 65 * 256
+    assert memory.needed(found, Split(level=3, shards=2)).gathered == 4 * found.unit
+    assert needs.training([model], [], unit_bytes=1 << 30).unit == sum(p.nbytes for p in model.parameters())
+    assert needs.training([model], []).unit == 0
+
+
 def test_what_fits_is_said_with_what_it_takes():
     assert isinstance(memory.judge(ADAM, Split(), Have(2 * GIB, "a limit"), 4, "allreduce"), Fits)
     short = memory.judge(ADAM, Split(), Have(4 * GIB, "the control group's limit", 4), 4, "allreduce")
@@ -75,7 +92,7 @@ def test_what_fits_is_said_with_what_it_takes():
         "limit is 4.0 GiB, shared by 4 workers."
     )
     assert short.remedy == (
-        "With 4 workers and the same memory these fit: --strategy sharded,level=1 (1000 MiB a worker) or --strategy pipeline=2 "
+        "With 4 workers and the same memory these fit: --strategy sharded,level=2 (764 MiB a worker) or --strategy pipeline=2 "
         "(1000 MiB a worker)."
     )
 
@@ -83,9 +100,9 @@ def test_what_fits_is_said_with_what_it_takes():
 def test_where_nothing_fits_here_the_number_of_workers_that_would_is_said():
     verdict = memory.judge(ADAM, Split(), Have(300 * MIB, "a limit"), 2, "allreduce")
     assert isinstance(verdict, TooLarge)
-    assert "--strategy sharded fits 8 such workers on further hosts" in verdict.remedy
-    assert memory.needed(ADAM, Split(level=3, shards=8)).total <= 300 * MIB
-    assert memory.needed(ADAM, Split(level=3, shards=7)).total > 300 * MIB
+    assert "--strategy sharded fits 10 such workers on further hosts" in verdict.remedy
+    assert memory.needed(ADAM, Split(level=3, shards=10)).total <= 300 * MIB
+    assert memory.needed(ADAM, Split(level=3, shards=9)).total > 300 * MIB
     hopeless = memory.judge(ADAM, Split(), Have(40 * MIB, "a limit"), 2, "allreduce")
     assert isinstance(hopeless, TooLarge)
     assert "give them more memory" in hopeless.remedy

@@ -15,7 +15,7 @@ from echelon.mesh.layout import Placed, Runs
 from echelon.parallel.sharded import owners
 from echelon.parallel.sharded.owned import Owned
 from echelon.parallel.sharded.split import Retired, tree
-from echelon.parallel.sharded.units import Node, units
+from echelon.parallel.sharded.units import Node, units, walk
 from echelon.strategy import merge, parse, require_whole
 
 
@@ -61,7 +61,9 @@ TIED = Node(
     ],
 )  # fmt: skip
 def test_modules_become_units_by_size(root, limit, expected):
-    assert units(root, limit) == expected
+    found = units(root, limit)
+    assert list(found) == expected
+    assert sum(found.values()) == sum(n.num_bytes for n in walk(root))
 
 
 def test_a_model_as_it_is_seen():
@@ -80,7 +82,7 @@ def test_a_model_as_it_is_seen():
     assert (by_name["layers"].runs, by_name["layers"].lists) == (False, True)
     assert by_name["attention"].opaque
     assert not root.opaque
-    assert units(root, 80) == ["layers.0", "layers.1", "layers.2", "attention", ""]
+    assert list(units(root, 80)) == ["layers.0", "layers.1", "layers.2", "attention", ""]
 
 
 @pytest.mark.case("sharded: who owns what")

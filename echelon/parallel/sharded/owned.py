@@ -2,7 +2,7 @@
 
 1. set aside: gradients of parameters that others own, so that the optimizer makes no state for them
 2. step: the optimizer's own
-3. share: every owner's new values go to everybody, one message an owner and type
+3. share: every owner's new values go to everybody, in messages of some MiB an owner and type
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Work, merge
 from echelon.errors import PeerLost
 from echelon.mesh.moves import factor
+from echelon.parallel.buckets import pack
 from echelon.parallel.wire import Traffic
 
 SHARE_LIMIT_S = 1800.0
+ROUND_BYTES = 32 << 20
+"""New values of all owners that are under way at a time: they are copied for it, and lie beside the parameters."""
 
 
 class Owned:
@@ -82,15 +85,24 @@ class Owned:
         for param in moved:
             if id(param) in self.owner:
                 parts.setdefault((self.owner[id(param)], param.dtype), []).append(param.detach())
-        sent: list[tuple[Work, Tensor, list[Tensor], bool]] = []
+        rounds: dict[int, list[tuple[int, list[Tensor]]]] = {}
         for (owner, _), values in sorted(parts.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+            each = ROUND_BYTES // len(parts)
+            for number, chosen in enumerate(pack([v.nbytes for v in values], each, each)):
+                rounds.setdefault(number, []).append((owner, [values[i] for i in chosen]))
+        deadline = Deadline.after(SHARE_LIMIT_S)
+        for number in sorted(rounds):
+            self._round(rounds[number], deadline)
+
+    def _round(self, messages: Iterable[tuple[int, list[Tensor]]], deadline: Deadline) -> None:
+        sent: list[tuple[Work, Tensor, list[Tensor], bool]] = []
+        for owner, values in messages:
             here = owner == self.group.rank
             flat = torch.cat([v.reshape(-1) for v in values]) if here else self._room(values)
             num_bytes = int(flat.nbytes * factor("broadcast", self.group.size))
             self.traffic.sent_bytes += num_bytes
             self.traffic.plain_bytes += num_bytes
             sent.append((self.group.broadcast(flat, owner), flat, values, here))
-        deadline = Deadline.after(SHARE_LIMIT_S)
         outcome = merge([work.wait(deadline) for work, *_ in sent])
         if isinstance(outcome, Lost):
             raise PeerLost(

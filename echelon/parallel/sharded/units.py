@@ -31,8 +31,8 @@ class Node:
     """Parameters that it holds and that are held at some other place too, by number."""
 
 
-def units(root: Node, unit_bytes: int) -> list[str]:
-    """Names of the modules that become units, inner ones first and the root last.
+def units(root: Node, unit_bytes: int) -> dict[str, int]:
+    """Names of the modules that become units, inner ones first and the root last, with the bytes that each gathers.
 
     Parameters that are tied to others outside a module stay with the innermost one that holds all of them.
     """
@@ -40,7 +40,7 @@ def units(root: Node, unit_bytes: int) -> list[str]:
     for node in walk(root):
         for tie in node.ties:
             places[tie] = places.get(tie, 0) + 1
-    found: list[str] = []
+    found: dict[str, int] = {}
 
     def visit(node: Node, enough: float) -> int:
         """Chooses below `node`; gives the bytes that are in no unit yet. `node` is one from `enough` bytes on."""
@@ -52,11 +52,11 @@ def units(root: Node, unit_bytes: int) -> list[str]:
             rest = node.num_bytes + sum(visit(child, each) for child in node.children)
         if node is root or not node.runs or not rest or rest < enough or not _closed(node, places):
             return rest
-        found.append(node.name)
+        found.setdefault(node.name, rest)
         return 0
 
-    visit(root, unit_bytes)
-    return [*dict.fromkeys(found), root.name]
+    rest = visit(root, unit_bytes)
+    return found | {root.name: rest}
 
 
 def walk(node: Node) -> Iterator[Node]:
