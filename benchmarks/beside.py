@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import record
 
-LIMIT_S = 240.0
+LIMIT_S, END_S = 240.0, 15.0
 Found = dict[str, object]
 
 
@@ -38,6 +39,7 @@ def echelon_run(workers: int, strategy: str, *script: str) -> tuple[str, ...]:
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
     made.add_argument("--rounds", type=int, default=24)
     made.add_argument("--no-file", action="store_true", help="leave nothing in benchmarks/results")
@@ -65,13 +67,21 @@ def measure(row: Row, peer: str = "gloo") -> Found:
                     time.sleep(0.05)
             finally:
                 for process in ran:
-                    process.terminate()
-                for process in ran:
-                    process.wait()
+                    _end(process)
         if not out.exists():
             return {"failed": output.read_text(errors="replace")[-2000:]}
         found = json.loads(out.read_text())
     return compared(found.pop("times"), found.pop("busy"), peer, row.goal) | found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """A run gets the time to end its workers; what is killed is cleaned up after by its guard."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 Times = Mapping[str, Sequence[float]]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,10 @@ def throttles(speeds: tuple[int, ...]) -> Iterator[list[str]]:
                 sys.exit(f"workers cannot be throttled here: {error}")
         yield [str(folder / "cgroup.procs") for folder in made]
     finally:
+        until = time.monotonic() + beside.END_S
         for folder in made:
+            while (folder / "cgroup.procs").read_text() and time.monotonic() < until:
+                time.sleep(0.1)
             folder.rmdir()
 
 
