@@ -16,6 +16,7 @@ from echelon.mesh.layout import Placed, Runs
 from echelon.parallel import elementwise
 from echelon.parallel.buckets import MIB
 from echelon.parallel.sharded import owners
+from echelon.parallel.sharded.hosted import HOST, Hosted
 from echelon.parallel.sharded.owned import Owned
 from echelon.parallel.sharded.parts import Parts
 from echelon.strategy import Strategy
@@ -60,6 +61,11 @@ class Sharding:
     def splits(self) -> bool:
         """Do models lie in parts?"""
         return self.level > 1 and len(self.sets[0]) > 1
+
+    @property
+    def offloads(self) -> bool:
+        """Does optimizer state move to the host? Where workers compute on CPUs it is there."""
+        return self.strategy.offload and self.world.device.type != HOST.type
 
     # -- models --------------------------------------------------------------------------------------------------
 
@@ -250,7 +256,9 @@ class Sharding:
         if self.owned is not None:
             prepared.owned = self.owned
             self.owned.drop_state(prepared.optimizer)
-        if self.splits:
+        if self.offloads:
+            prepared.parts = Hosted(prepared.optimizer)
+        elif self.splits:
             prepared.parts = Parts(prepared.optimizer)
 
     def reshard(self) -> None:
@@ -262,6 +270,16 @@ class Sharding:
 
     def lines(self) -> list[str]:
         """What is split, and what a step sends, for the first lines of a run."""
+        return [*self._split_lines(), *self._offload_lines()]
+
+    def _offload_lines(self) -> list[str]:
+        if not self.strategy.offload:
+            return []
+        if not self.offloads:
+            return ["offload: these workers compute on CPUs, where optimizer state is in host memory anyway"]
+        return ["offload: optimizer state in host memory, where steps are computed"]
+
+    def _split_lines(self) -> list[str]:
         if not self.level or not (self.syncs or self.owned):
             return []
         what = {
