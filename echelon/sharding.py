@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from echelon.prepare.optimizer import PreparedOptimizer
 
 
+WHAT = {
+    1: "optimizer state",
+    2: "gradients and optimizer state",
+    3: "parameters, gradients and optimizer state",
+}
+"""What each level splits."""
+
+
 class Sharding:
     """One a run; without the form, or with nobody to share with, it leaves everything as it is."""
 
@@ -141,9 +149,19 @@ class Sharding:
                 self.placed[id(slot.param)], slot.start, slot.stop, self._alike()
             )
         self.lies.group = self._together()
-        self.split_bytes += sum(unit.flat.nbytes for unit in sync.units)
         self.parted.append(sync)
         return sync
+
+    def staged_lines(self, sync: PartedSync) -> list[str]:
+        """What is split of this rank's stages, and what a step sends."""
+        from echelon.parallel.sharded import flat
+
+        size, micros = sum(unit.flat.nbytes for unit in sync.units), self.strategy.microbatches
+        sent = flat.step_bytes(size, len(self._mine), len(self.sets), micros, keeps=self.level == 2)
+        return [
+            f"of each stage {WHAT[self.level]} split over {len(self._mine)} workers (level {self.level}, {len(sync.units)} units here)",
+            f"a step of {micros} micro-batches sends about {sent / MIB:.1f} MiB a worker for it",
+        ]
 
     def kept(self, numel: int) -> int:
         """Of so many elements of a parameter that is cut by itself, those of this rank."""
@@ -282,18 +300,13 @@ class Sharding:
     def _split_lines(self) -> list[str]:
         if not self.level or not (self.syncs or self.owned):
             return []
-        what = {
-            1: "optimizer state",
-            2: "gradients and optimizer state",
-            3: "parameters, gradients and optimizer state",
-        }
         workers = len(self.sets[0])
         copies = f", {len(self.sets)} copies" if len(self.sets) > 1 else ""
         units = sum(len(sync.units) for sync in self.syncs)
         detail = f"level {self.level}" + (f", {units} unit{'s' * (units > 1)}" if units else "") + copies
         whole = f" · {self.whole_bytes / MIB:.1f} MiB stay whole" if self.whole_bytes else ""
         return [
-            f"{what[self.level]} split over {workers} workers ({detail}){whole}",
+            f"{WHAT[self.level]} split over {workers} workers ({detail}){whole}",
             f"a step sends about {self.step_bytes() / MIB:.1f} MiB a worker",
         ]
 
