@@ -54,7 +54,6 @@ def built(strategy: Strategy) -> None:
     missing += ["the axis tensor"] if strategy.tensor > 1 and "tensor" in NOT_YET else []
     missing += ["the axis pipeline"] if strategy.stages > 1 and "pipeline" in NOT_YET else []
     missing += [f"`{name}`" for name in ("slices", "parts", "spares") if name in strategy.changed()]
-    missing += ["offload=true"] if strategy.offload else []
     missing += ["backend=threads"] if strategy.backend == "threads" else []
     if missing:
         raise StrategyError(

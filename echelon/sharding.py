@@ -18,6 +18,7 @@ from echelon.mesh.moves import Sharded
 from echelon.parallel import elementwise
 from echelon.parallel.buckets import MIB
 from echelon.parallel.sharded import owners
+from echelon.parallel.sharded.hosted import HOST, Hosted
 from echelon.parallel.sharded.owned import Owned
 from echelon.parallel.sharded.parts import Parts
 from echelon.strategy import Strategy
@@ -33,6 +34,14 @@ if TYPE_CHECKING:
     from echelon.parallel.sharded.sync import ShardedSync
     from echelon.parallel.wire import Traffic
     from echelon.prepare.optimizer import PreparedOptimizer
+
+
+WHAT = {
+    1: "optimizer state",
+    2: "gradients and optimizer state",
+    3: "parameters, gradients and optimizer state",
+}
+"""What each level splits."""
 
 
 class Sharding:
@@ -62,6 +71,11 @@ class Sharding:
     def splits(self) -> bool:
         """Do models lie in parts?"""
         return self.level > 1 and len(self.sets[0]) > 1
+
+    @property
+    def offloads(self) -> bool:
+        """Does optimizer state move to the host? Where workers compute on CPUs it is there."""
+        return self.strategy.offload and self.world.device.type != HOST.type
 
     # -- models --------------------------------------------------------------------------------------------------
 
@@ -137,9 +151,19 @@ class Sharding:
                 self.placed[id(slot.param)], slot.start, slot.stop, self._alike()
             )
         self.lies.group = self._together()
-        self.split_bytes += sum(unit.flat.nbytes for unit in sync.units)
         self.parted.append(sync)
         return sync
+
+    def staged_lines(self, sync: PartedSync) -> list[str]:
+        """What is split of this rank's stages, and what a step sends."""
+        from echelon.parallel.sharded import flat
+
+        size, micros = sum(unit.flat.nbytes for unit in sync.units), self.strategy.microbatches
+        sent = flat.step_bytes(size, len(self._mine), len(self.sets), micros, keeps=self.level == 2)
+        return [
+            f"of each stage {WHAT[self.level]} split over {len(self._mine)} workers (level {self.level}, {len(sync.units)} units here)",
+            f"a step of {micros} micro-batches sends about {sent / MIB:.1f} MiB a worker for it",
+        ]
 
     def kept(self, numel: int) -> int:
         """Of so many elements of a parameter that is cut by itself, those of this rank."""
@@ -252,7 +276,9 @@ class Sharding:
         if self.owned is not None:
             prepared.owned = self.owned
             self.owned.drop_state(prepared.optimizer)
-        if self.splits:
+        if self.offloads:
+            prepared.parts = Hosted(prepared.optimizer)
+        elif self.splits:
             prepared.parts = Parts(prepared.optimizer)
 
     def reshard(self) -> None:
@@ -264,20 +290,25 @@ class Sharding:
 
     def lines(self) -> list[str]:
         """What is split, and what a step sends, for the first lines of a run."""
+        return [*self._split_lines(), *self._offload_lines()]
+
+    def _offload_lines(self) -> list[str]:
+        if not self.strategy.offload:
+            return []
+        if not self.offloads:
+            return ["offload: these workers compute on CPUs, where optimizer state is in host memory anyway"]
+        return ["offload: optimizer state in host memory, where steps are computed"]
+
+    def _split_lines(self) -> list[str]:
         if not self.level or not (self.syncs or self.owned):
             return []
-        what = {
-            1: "optimizer state",
-            2: "gradients and optimizer state",
-            3: "parameters, gradients and optimizer state",
-        }
         workers = len(self.sets[0])
         copies = f", {len(self.sets)} copies" if len(self.sets) > 1 else ""
         units = sum(len(sync.units) for sync in self.syncs)
         detail = f"level {self.level}" + (f", {units} unit{'s' * (units > 1)}" if units else "") + copies
         whole = f" · {self.whole_bytes / MIB:.1f} MiB stay whole" if self.whole_bytes else ""
         return [
-            f"{what[self.level]} split over {workers} workers ({detail}){whole}",
+            f"{WHAT[self.level]} split over {workers} workers ({detail}){whole}",
             f"a step sends about {self.step_bytes(self.strategy.accumulate * self.strategy.microbatches) / MIB:.1f} MiB a worker",
         ]
 

@@ -49,6 +49,7 @@ def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]])
         if parted is not None:
             _narrow(prepared, parted, average)
             prepared.register(parted, set(parted.by_param))
+            prepared.say(prepared.sharding.staged_lines(parted))
             return cast(GradSync, parted), parted
         sync: AllReduceSync = prepared.add_sync(mine)
         prepared.sharding.own(mine, sync.group, sync.wire.traffic)

@@ -113,7 +113,7 @@ ROWS = {
     "sharded: equality matrix", "sharded: loops", "sharded: a lost step changes no bit", "sharded: memory", "sharded: bytes a step, predicted", "sharded: no pickle",
     "sharded: which modules are units", "sharded: who owns what", "sharded: where rows lie", "sharded: level 1",
     "sharded: level 1 beside a pipeline", "sharded: levels 2 and 3 in a pipeline", "sharded: levels 2 and 3 over a tensor axis",
-    "sharded: saved under one form, loaded under another", "sharded: a killed worker", "sharded: what is refused says why",
+    "sharded: saved under one form, loaded under another", "sharded: parts of stages and of pieces, saved and loaded", "sharded: an update that is not finite", "sharded: offload", "sharded: a killed worker", "sharded: what is refused says why",
     # models that do not fit one worker
     "pipeline: stages are the whole model", "pipeline: changing lengths", "pipeline: control flow over numbers is refused",
     "pipeline: the cut", "pipeline: random forwards at every cut", "pipeline: layers are measured",

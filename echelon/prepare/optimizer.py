@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from echelon.parallel.gradsync import Applying, GradSync, Groups, applying
+from echelon.parallel.sharded.hosted import Hosted
 from echelon.parallel.sharded.owned import Owned
 from echelon.parallel.sharded.parts import Parts
 from echelon.prepare.keep import PreImage
@@ -35,8 +37,8 @@ class PreparedOptimizer:
         """Multiplies the learning rate of step n (batch=per-worker); schedulers never see it."""
         self.owned: Owned | None = None
         """With sharded,level=1: which parameters are stepped here."""
-        self.parts: Parts | None = None
-        """With sharded,level=2 and 3: steps on this rank's parts."""
+        self.parts: Parts | Hosted | None = None
+        """With sharded,level=2 and 3: steps on this rank's parts. With offload: on copies in host memory."""
         self._inner_step = optimizer.step
         self._inner_zero = optimizer.zero_grad
         self._pre_image = PreImage(optimizer)
@@ -80,10 +82,12 @@ class PreparedOptimizer:
         """The optimizer's own step, at the scaled learning rate."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         with self._scaled():
-            around = self.owned or self.parts
-            if around is not None:
-                return around.step(self.params(), self._inner_step, closure)
-            return self._inner_step() if closure is None else self._inner_step(closure)
+            inner = self._inner_step
+            if self.parts is not None:
+                inner = partial(self.parts.step, self.params(), inner)  # type: ignore[assignment]
+            if self.owned is not None:
+                return self.owned.step(self.params(), inner, closure)
+            return inner() if closure is None else inner(closure)
 
     @contextlib.contextmanager
     def _scaled(self) -> Iterator[None]:

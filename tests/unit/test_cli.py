@@ -67,7 +67,6 @@ def test_help_of_run_shows_only_what_works():
         (["--strategy", "ps", "--servers", "0"], "needs parameter servers"),
         (["--strategy", "ps", "--servers", "-1"], "-1 is not a number of processes"),
         (["--strategy", "ps", "--servers", "two"], "not a valid integer"),
-        (["--strategy", "sharded,offload=true"], "does not have offload=true yet"),
         (["--strategy", "ps,spares=1", "--servers", "1"], "does not have `spares` yet"),
         (["--strategy", "ps,backup=1", "--servers", "1", "--workers", "1"], "leaves nobody to wait for"),
         (["--strategy", "ps,apply=server,replicas=1", "--servers", "1"], "needs a second server"),

@@ -19,7 +19,7 @@ from echelon.parallel.pipeline.plan import Plans
 from echelon.parallel.pipeline.stage import ModelStage
 from echelon.parallel.pipeline.trace import Records
 from echelon.parallel.sharded.carry import Carrier
-from echelon.parallel.sharded.flat import Member, lay, stretch, units
+from echelon.parallel.sharded.flat import Member, lay, step_bytes, stretch, units
 from echelon.parallel.sharded.parted import PartedSync
 from tests.unit.test_pipeline_stage import CASES, cut_of, micros_of, run, whole
 
@@ -88,7 +88,7 @@ def trained(group, plans, micros, loss_fn, *, level, defer):
         slot.name: None if slot.param.grad is None else (slot.start, slot.stop, slot.param.grad)
         for slot in sync.slots
     }
-    return losses, grads, resident
+    return losses, grads, resident, sync
 
 
 @pytest.mark.case("sharded: levels 2 and 3 in a pipeline")
@@ -113,10 +113,10 @@ def test_stretches_of_two_replicas_are_the_gradients_of_the_whole_model(name, le
     torch.testing.assert_close(ranks[0][0], expected, rtol=1e-12, atol=1e-12)
     for key, param in reference.named_parameters():
         if param.grad is None:
-            assert all(grads[key] is None for _, grads, _ in ranks), key
+            assert all(grads[key] is None for _, grads, *_ in ranks), key
             continue
         joined = torch.full((param.numel(),), torch.nan, dtype=param.dtype)
-        for _, grads, _ in ranks:
+        for _, grads, *_ in ranks:
             start, stop, grad = grads[key]
             joined[start:stop] = grad
         assert torch.allclose(joined.view(param.shape), param.grad, rtol=1e-12, atol=1e-12), key
@@ -132,10 +132,30 @@ def test_at_level_3_a_unit_or_two_are_whole_at_a_time():
     for level in (2, 3):
         plans = planned(copy.deepcopy(model), micros[0], made)
         (group,) = Room(1).groups()
-        _, _, resident = trained(group, plans, micros, nn.functional.mse_loss, level=level, defer=False)
+        _, _, resident, _ = trained(group, plans, micros, nn.functional.mse_loss, level=level, defer=False)
         found[level] = (len(resident), max(resident))
     assert found[2][1] == 8  # all of them, gathered once
     assert found[3][1] <= 2
+
+
+@pytest.mark.case("sharded: bytes a step, predicted")
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_step_sends_what_was_predicted(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(6, 6), nn.Tanh()))).double()
+    micros = [MicroBatch((torch.randn(3, 6).double(),), {}, torch.zeros(3, 6).double(), 1 / 3)] * 3
+    made = cut_of(model, micros[0], 1)
+    plans = [planned(copy.deepcopy(model), micros[0], made) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [
+            pool.submit(trained, group, mine, micros, nn.functional.mse_loss, level=level, defer=False)
+            for group, mine in zip(Room(2).groups(), plans, strict=True)
+        ]
+        ranks = [rank.result(60) for rank in ranks]
+    size = sum(p.nbytes for p in model.parameters())
+    for _, _, _, sync in ranks:
+        sent = sync.wire.traffic.sent_bytes
+        assert abs(sent / step_bytes(size, 2, 1, 3, keeps=level == 2) - 1) < 0.05
 
 
 @pytest.mark.case("sharded: levels 2 and 3 in a pipeline")

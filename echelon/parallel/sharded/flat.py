@@ -66,6 +66,15 @@ def units(calls: Iterable[Sequence[str]], members: Mapping[str, Member], unit_by
     return found
 
 
+def step_bytes(size: int, ranks: int, copies: int, micros: int, keeps: bool) -> int:
+    """Bytes that a rank sends in a step of so many micro-batches, for units of `size` bytes in all: predicted from the sizes alone, each message
+    as a ring sends it. A unit whose backward does not need its values (a table, the first layer) is gathered once less."""
+    each = (ranks - 1) * size // ranks
+    gathers = 1 if keeps else 2 * micros
+    among_copies = 2 * (copies - 1) * (size // ranks) // copies
+    return gathers * each + micros * (each + among_copies)
+
+
 @dataclass(frozen=True)
 class Laid:
     """The parameters of a rank's stages as units."""
