@@ -63,7 +63,9 @@ class Tally:
         return self.world.groups.sent_bytes + (servers.moved_bytes if servers is not None else 0)
 
     def _step_begins(self) -> None:
-        self._mark, self._again = self._moved(), False
+        self._again = False
+        if self.prepared.rounds is None:  # copies meet between steps, and that is what they do
+            self._mark = self._moved()
         self._expect(self._steps == 0)
 
     def _applied(self, optimizer: Stepping) -> None:
