@@ -244,7 +244,8 @@ class Prepared:
 
     def register(self, sync: Any, params: set[int]) -> None:
         """The machine knows of a meeting from now on; `params` are the ids of what meets there."""
-        sync.on_uneven = self._uneven
+        # in a pipeline all backwards are run.step's, and nobody looks at gradients in between
+        sync.on_uneven = self._uneven if self.strategy.stages == 1 else None
         sync.stop_wanted = lambda: self.stop_wanted()
         sync.saves = lambda: self.saves
         if isinstance(sync, FreeSync):
