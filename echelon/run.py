@@ -202,7 +202,9 @@ class Run:
         kwargs = inputs if isinstance(inputs, dict) else {}
         stepper = self.prepared.stepper(model)
         if stepper is not None:
-            shown = self.values.global_loss(stepper.step(loss_fn, args, kwargs, target)).to(stepper.loss_dtype)
+            shown = self.values.global_loss(stepper.step(loss_fn, args, kwargs, target)).to(
+                stepper.loss_dtype
+            )
         else:
             output = model(*args, **kwargs)
             loss = loss_fn(output, target)
