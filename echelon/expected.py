@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def step_bytes(prepared: Prepared) -> float | None:
-    """What this rank sends in a step (mesh/moves.py). None where sizes do not tell: rows of sparse tables differ from step to step, columns
-    meet where the labels are, and stages kept in parts bring them as often as their order asks."""
+    """What this rank sends in a step (mesh/moves.py). None where sizes do not tell: rows of sparse tables differ from step to step, and
+    columns meet where the labels are."""
     sharding, accumulate = prepared.sharding, prepared.strategy.accumulate
-    if prepared.tables.sides is not None or sharding.parted:
+    if prepared.tables.sides is not None:
         return None
     meetings = [_meeting(sync, prepared.strategy.local_steps) for sync in _whole(prepared)]
     if None in meetings:
@@ -36,6 +36,7 @@ def step_bytes(prepared: Prepared) -> float | None:
         found += sharding.split_bytes * moves.factor("broadcast", sharding.owned.group.size)
     elif sharding.syncs:
         found += sharding.step_bytes(accumulate * prepared.strategy.microbatches)
+    found += accumulate * sum(map(sharding.staged_bytes, sharding.parted))
     for piped in prepared.piped.values():
         found += accumulate * _crossing(piped) + _tied(piped)
     return found + sum(shared.axis.expected for shared in prepared.shared.values() if shared.axis is not None)
@@ -62,7 +63,7 @@ def peak_bytes(prepared: Prepared) -> int | None:
 
 def _whole(prepared: Prepared) -> list[GradSync]:
     """The meetings of what is not split by `sharded`."""
-    split = {id(sync) for sync in prepared.sharding.syncs}
+    split = {id(sync) for sync in (*prepared.sharding.syncs, *prepared.sharding.parted)}
     return [sync for sync in prepared.machine.syncs if id(sync) not in split]
 
 

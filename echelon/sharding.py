@@ -156,14 +156,18 @@ class Sharding:
 
     def staged_lines(self, sync: PartedSync) -> list[str]:
         """What is split of this rank's stages, and what a step sends."""
-        from echelon.parallel.sharded import flat
-
-        size, micros = sum(unit.flat.nbytes for unit in sync.units), self.strategy.microbatches
-        sent = flat.step_bytes(size, len(self._mine), len(self.sets), micros, keeps=self.level == 2)
+        micros, sent = self.strategy.microbatches, self.staged_bytes(sync)
         return [
             f"of each stage {WHAT[self.level]} split over {len(self._mine)} workers (level {self.level}, {len(sync.units)} units here)",
             f"a step of {micros} micro-batches sends about {sent / MIB:.1f} MiB a worker for it",
         ]
+
+    def staged_bytes(self, sync: PartedSync) -> float:
+        """What a rank sends of its stages' parameters and gradients in one batch's micro-batches: from the sizes alone."""
+        from echelon.parallel.sharded import flat
+
+        size, micros = sum(unit.flat.nbytes for unit in sync.units), self.strategy.microbatches
+        return flat.step_bytes(size, len(self._mine), len(self.sets), micros, keeps=self.level == 2)
 
     def kept(self, numel: int) -> int:
         """Of so many elements of a parameter that is cut by itself, those of this rank."""
