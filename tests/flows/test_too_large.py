@@ -39,20 +39,20 @@ def test_plain_data_parallel_is_refused_with_what_is_missing_and_what_would_fit(
 
 
 @pytest.mark.case("too large: sharded trains within the memory that was predicted")
-def test_sharded_trains_within_that_memory_and_takes_what_was_predicted(echelon_run):
-    with caps(workers=2, nbytes=CAP) as groups:
-        peaks, wanted = measured(echelon_run, groups, "sharded", steps=2)
-        assert max(peaks) < CAP
+def test_sharded_trains_within_the_memory_that_was_predicted(echelon_run):
+    """Half the model: 513 MiB with AdamW, beside some 210 of the process itself."""
+    with caps(workers=2, nbytes=700 * MIB) as groups:
+        peaks, wanted = measured(echelon_run, groups, "sharded", layers=LAYERS // 2, steps=2)
         assert peaks == [pytest.approx(wanted, rel=0.15)] * 2
 
 
-def measured(echelon_run, groups, strategy, steps=3):
+def measured(echelon_run, groups, strategy, layers=LAYERS, steps=3):
     """Each worker's peak, and what was predicted for it."""
     options = ("--strategy", strategy)
-    result = echelon_run(SCRIPT, *groups.args(LAYERS, steps), workers=2, options=options, timeout_s=170)
+    result = echelon_run(SCRIPT, *groups.args(layers, steps), workers=2, options=options, timeout_s=170)
     assert result.code == 0, result.err
     base = int(re.search(r"base (\d+)", result.out)[1])
-    return [groups.peak(rank) for rank in range(2)], predicted(strategy, 2, LAYERS, base)
+    return [groups.peak(rank) for rank in range(2)], predicted(strategy, 2, layers, base)
 
 
 @pytest.mark.slow

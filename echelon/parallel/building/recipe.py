@@ -124,8 +124,9 @@ def materialise(
 
 
 @torch.no_grad()
-def fill(model: nn.Module) -> None:
+def fill(model: nn.Module, device: torch.device | None = None) -> None:
     """Makes what a model holds now, whatever was done to it since the block: for models that torch has split while they were recorded.
+    What torch did not split goes to `device`.
 
     `fully_shard` and `distribute_tensor` work on recorded parameters, as all that they do is recorded too; a rank then makes its own
     parts alone, in the same objects. Memory on the way: about one whole tensor."""
@@ -134,7 +135,9 @@ def fill(model: nn.Module) -> None:
             give_back(_bytes(tensor))
             value = _made(tensor)
             if value is not tensor:
-                put(model, tensor, value)
+                put(model, tensor, value.to(device))
+        elif device is not None and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
     give_back(1 << 20)
 
 

@@ -70,7 +70,7 @@ def split(
     stays |= _odd_types([p for p in root.parameters() if p not in stays])
     whole = [p for p in root.parameters() if p in stays and id(p) not in known]
     if all(p in stays for p in root.parameters()):
-        recipe.fill(root)
+        recipe.fill(root, torch.device(mesh.device_type))
         return Split([], whole)
     made = Split([], whole)
     old = {
@@ -96,7 +96,7 @@ def split(
                 made.replaced[id(before)] = (before, param)
     for before, param in made.replaced.values():
         _retire(before, param)
-    recipe.fill(root)
+    recipe.fill(root, torch.device(mesh.device_type))
     made.units[-1]._lazy_init()  # now: else whichever module runs first would be the root
     root.register_forward_hook(_After(made.units))
     return made
@@ -202,5 +202,5 @@ def _retire(old: nn.Parameter, new: nn.Parameter) -> None:
     for key, value in vars(old).items():
         if not key.startswith("_") and key not in marks:
             setattr(new, key, value)
-    recipe.put(nn.Module(), old, recipe.placeholder(old).to("cpu"))
+    recipe.put(nn.Module(), old, recipe.placeholder(old))
     old.__class__ = Retired
