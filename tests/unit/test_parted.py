@@ -93,7 +93,11 @@ def trained(group, plans, micros, loss_fn, *, level, defer):
 
 @pytest.mark.case("sharded: levels 2 and 3 in a pipeline")
 @pytest.mark.parametrize(
-    ("level", "defer", "stages"), [(2, False, 2), (3, False, 2), (3, True, 2), (3, False, 1)]
+    ("level", "defer", "stages"),
+    [
+        (3, False, 2),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in ((2, False, 2), (3, True, 2), (3, False, 1))),
+    ],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_stretches_of_two_replicas_are_the_gradients_of_the_whole_model(name, level, defer, stages):
