@@ -96,7 +96,7 @@ class Products:
 
 def cores_of(rank: int, size: int) -> set[int]:
     """Neighbouring cores of its own for each worker; all of them where there are too few. It computes with one thread, but must not be held
-    to one core: the thread that moves messages would wait there for the products, up to the scheduler's slice of some milliseconds at every hop."""
+    to one core: there the thread that moves messages has to wait until the scheduler takes the core from the products."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // size
     return set(cores[rank * each : (rank + 1) * each] if each > 1 else cores)
