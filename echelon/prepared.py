@@ -190,6 +190,7 @@ class Prepared:
             strategy.tensor_plan,
             strategy.tensor_padding,
             staged=strategy.stages > 1,
+            reads=world.reads,
         )
         self.shared[id(model)] = shared
         for key, placed in tensors.placed(shared, model.parameters(), world.mesh, world.rank).items():
