@@ -48,14 +48,14 @@ def plan(
                 whole[node.path] = node.refused
                 continue
             heads = dict(node.numbers)["num_heads"]
-            divides(node.path, heads, size, padding)
+            divides(node.path, heads, size, padding, staged=even)
             way = Way(node.path, "heads", heads, inside=True)
             blocks.append(Block(node.path, (Option((way,)),), f"attention: {heads} heads", known=True))
             taken |= {node.path, f"{node.path}.out_proj"}
         elif node.kind in ("sequential", "layer", "other"):
             found = [
                 block
-                for block in blocks_in(node, by_path, size, padding, taken)
+                for block in blocks_in(node, by_path, size, padding, taken, even)
                 if not even or all(way.units % size == 0 for option in block.options for way in option.ways)
             ]
             taken |= {path for block in found for path in block.layers}
