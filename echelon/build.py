@@ -61,6 +61,8 @@ class World:
     """Those among which micro-batches travel."""
     tensor: Group
     """Those that share each layer."""
+    reads: Group
+    """The same, for outputs that a script reads."""
     servers: Servers | None = None
     """The parameter servers of this run."""
     worker_hosts: tuple[str, ...] = ()
@@ -122,6 +124,7 @@ def arrange(groups: Groups, place: Place, strategy: Strategy) -> World:
     def among(name: str, ranks: list[int]) -> Group:
         return alone if len(ranks) == 1 else groups.make(name, ranks)
 
+    sharers = mesh.group(rank, "tensor") if not mesh.widths else [rank]
     return World(
         rank=rank,
         size=place.world_size,
@@ -134,7 +137,8 @@ def arrange(groups: Groups, place: Place, strategy: Strategy) -> World:
         side=groups.make("values", mesh.alike(rank)),
         model=among("norms", mesh.model(rank)),
         pipe=among("pipeline", mesh.pipe(rank)),
-        tensor=among("tensor", mesh.group(rank, "tensor") if not mesh.widths else [rank]),
+        tensor=among("tensor", sharers),
+        reads=among("outputs", sharers),
     )
 
 

@@ -81,6 +81,7 @@ def share(prepared: Prepared, model: nn.Module) -> None:
         strategy.tensor_plan,
         strategy.tensor_padding,
         staged=strategy.stages > 1,
+        reads=world.reads,
     )
     prepared.shared[id(model)] = shared
     for key, placed in tensors.placed(shared, model.parameters(), world.mesh, world.rank).items():

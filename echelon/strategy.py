@@ -149,7 +149,7 @@ class Strategy:
     """With sharded on GPUs: optimizer state lies in host memory."""
 
     tensor_plan: str = ""
-    """With tensor: how modules are split where the plan should be another, as PATTERN:column, row, vocab or whole, joined by `+`."""
+    """With tensor: how modules are split where the plan should be another, as PATTERN:column, gather, row, vocab or whole, joined by `+`."""
 
     tensor_padding: bool = False
     """With tensor: heads that do not divide are dealt unevenly, some workers having one more; without it they are refused."""

@@ -104,6 +104,7 @@ ROWS = {
     "tensor: the plan", "tensor: overrides", "tensor: refusals", "tensor: layers", "tensor: proofs", "tensor: a weight used elsewhere",
     "tensor: clipping", "tensor: equality", "tensor: a lost step changes no bit", "tensor: run.step", "tensor: memory",
     "tensor: saved whole",
+    "tensor: parallel cross-entropy", "tensor: logits that are read are gathered",
     "plan: what would be done", "plan: what is refused",
     # columns of a table on several workers
     "vertical: who has what", "vertical: who keeps what", "vertical: equality", "vertical: only parts and gradients cross",

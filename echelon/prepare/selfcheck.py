@@ -43,6 +43,11 @@ def divisor_of(loss: Tensor) -> Divisor | None:
             return None
         name = type(node).__name__
         reduction = getattr(node, "_saved_reduction", 0)
+        if hasattr(node, "told_divisor"):  # a cross-entropy of logits that lie on several workers
+            by, how = node.told_divisor
+            if how == "mean":
+                return Divisor(value * float(by), what or "cross_entropy: the targets that are not ignored")
+            return Divisor(value, what or "a sum", is_sum=value == 1.0) if how == "sum" else None
         if name.startswith("NllLoss") and reduction == MEAN:
             valid = float(node._saved_total_weight)
             return Divisor(value * valid, what or "cross_entropy: the targets that are not ignored")

@@ -80,10 +80,19 @@ def cell(run, kind, optimizer, **options):
     here = sum(p.numel() for p in model.parameters())
     state = sum(t.numel() for s in opt.state.values() for t in s.values() if t.dim())
     said = {"held": held(run, model), "lines": run.prepared.shared[id(model)].lines()}
+    said["uses"] = {name: (u.losses, u.gathers) for name, u in output_layers(model)}
     said |= {"here": here, "state": state, "lost": run.machine.counters.lost_steps}
     said["loss"] = run.evaluate(model, zoo.loader_for(dataset), loss)
     said["outputs"] = zoo.outputs(model, dataset)
     return said
+
+
+def output_layers(model):
+    """Layers whose outputs are gathered only when they are read, with what became of them."""
+    layers = ((name, vars(module).get("forward")) for name, module in model.named_modules())
+    return [
+        (name, layer.uses) for name, layer in layers if getattr(layer, "uses", None) and not layer.way.inside
+    ]
 
 
 def loss(model, batch):

@@ -90,6 +90,16 @@ def test_shared_layers_end_with_the_weights_of_one_process(launched, workers, me
         assert rank["loss"] == ranks[0]["loss"]
 
 
+@pytest.mark.case("tensor: parallel cross-entropy")
+@pytest.mark.parametrize(("workers", "mesh"), CASES)
+def test_a_language_models_logits_were_never_gathered_in_training(launched, workers, mesh):
+    """… whose head shares its weight with the table; its weights are compared above."""
+    for said in launched(workers):
+        losses, gathers = said[mesh, "gpt", "adamw"]["uses"]["head"]
+        assert losses >= zoo.SAMPLES // zoo.BATCH
+        assert gathers == 0
+
+
 @pytest.mark.case("tensor: with a pipeline")
 @pytest.mark.parametrize("kind", zoo.STAGED)
 @pytest.mark.parametrize(("workers", "mesh"), [(4, STAGED), pytest.param(8, EIGHT, marks=pytest.mark.slow)])

@@ -143,6 +143,19 @@ def test_heads_that_do_not_divide_are_dealt_unevenly_if_that_is_allowed():
     with pytest.raises(StrategyError, match=r"cannot split `self_attn` \(3 heads\)"):
         agrees(model, lambda m: m(x), 2)
     agrees(model, lambda m: m(x), 2, padding=True)
+    whole = agrees(model, lambda m: m(x), 2, overrides="self_*:whole")
+    assert whole[0].whole["self_attn"] == "asked for"
+
+
+@pytest.mark.case("tensor: refusals")
+def test_heads_of_keys_and_values_that_do_not_divide():
+    torch.manual_seed(0)
+    model = zoo.Attention(24, 6, 3).to(D)
+    x = torch.randn(2, 4, 24, dtype=D)
+    with pytest.raises(StrategyError, match=r"\(3 heads of keys and values\)"):
+        agrees(model, lambda m: m(x), 2)
+    shares = agrees(model, lambda m: m(x), 2, padding=True)
+    assert sorted(s.here for s in shares)[0] < sorted(s.here for s in shares)[1]
 
 
 class Block(nn.Module):

@@ -13,8 +13,10 @@ WORTH = 1 << 16
 """A layer with fewer elements than this is split only inside a block: its message would cost more than it saves."""
 
 
-def divides(path: str, heads: int, size: int, padding: bool) -> None:
-    """Heads are work: ranks with one more make the others wait."""
+def divides(
+    path: str, heads: int, size: int, padding: bool, what: str = "heads", staged: bool = False
+) -> None:
+    """Heads are work: ranks with one more make the others wait. `staged`: a pipeline may cut inside, and padding is of no use."""
     if heads % size == 0 or (padding and heads >= size):
         return
     fitting = [str(n) for n in range(2, heads + 1) if heads % n == 0]
@@ -23,16 +25,23 @@ def divides(path: str, heads: int, size: int, padding: bool) -> None:
         if fitting
         else ""
     )
-    uneven = ", or let some workers have one more with --set tensor_padding=true" if heads > size else ""
+    uneven = (
+        ", or let some workers have one more with --set tensor_padding=true"
+        if heads > size and not staged
+        else ""
+    )
+    off = ", and under pipeline heads are not dealt unevenly" if staged else ", and padding is off"
     whole = f"{choose}{uneven}, or keep it whole" if choose else "Keep it whole"
     raise StrategyError(
-        f"tensor={size} cannot split `{path}` ({heads} heads)\n"
-        f"  {size} does not divide {heads}{', and padding is off' if heads > size else ''}.",
+        f"tensor={size} cannot split `{path}` ({heads} {what})\n"
+        f"  {size} does not divide {heads}{off if heads > size else ''}.",
         remedy=f"{whole} with --set tensor_plan='{path}*:whole'.",
     )
 
 
-def blocks_in(node: Node, by_path: dict[str, Node], size: int, padding: bool, taken: set[str]) -> list[Block]:
+def blocks_in(
+    node: Node, by_path: dict[str, Node], size: int, padding: bool, taken: set[str], staged: bool = False
+) -> list[Block]:
     """Blocks made of a module's children, or of theirs."""
     at = f"{node.path}." if node.path else ""
     children = [n for n in by_path.values() if n.parent == node.path and n.path]
@@ -48,7 +57,7 @@ def blocks_in(node: Node, by_path: dict[str, Node], size: int, padding: bool, ta
     used: set[str] = set()
     for pattern in names.ATTENTION:
         if (hit := names.match(pattern, linears)) and not used & set(hit.all):
-            block = _attention(node, by_path, hit, linears, size, padding)
+            block = _attention(node, by_path, hit, linears, size, padding, staged)
             if block is not None:
                 found.append(block)
                 used |= set(hit.all)
@@ -69,7 +78,13 @@ def blocks_in(node: Node, by_path: dict[str, Node], size: int, padding: bool, ta
 
 
 def _attention(
-    node: Node, by_path: dict[str, Node], hit: names.Hit, linears: dict[str, Node], size: int, padding: bool
+    node: Node,
+    by_path: dict[str, Node],
+    hit: names.Hit,
+    linears: dict[str, Node],
+    size: int,
+    padding: bool,
+    staged: bool,
 ) -> Block | None:
     """Attention whose heads, or whose heads' size, are a number of the module that has the projections."""
     out, at = linears[hit.last], f"{node.path}." if node.path else ""
@@ -88,7 +103,8 @@ def _attention(
         return None
     if units < min(heads, size):  # keys and values of one head, say: nobody can have a part of them
         return None
-    divides(node.path, units, size, padding)
+    what = "heads" if units == heads else "heads of keys and values"
+    divides(node.path, units, size, padding, what, staged)
     counted = [inner + n for n in (*names.HEADS, *names.KEY_HEADS) if n in numbers]
     widths = [inner + n for n in names.WIDTHS if numbers.get(n) == out.columns]
     columns = tuple(Way(at + n, "column", units, packed, inside=True) for n in hit.first)

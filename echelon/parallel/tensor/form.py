@@ -62,10 +62,11 @@ def share(
     padding: bool = False,
     worth: int = WORTH,
     staged: bool = False,
+    reads: Group | None = None,
 ) -> Shared:
     """Splits `model`, which is whole and the same on every rank, over `group`. All ranks of the run (`everyone`) call this; the first
         one looks for proofs. StrategyError, on all of them, where it cannot be split as asked. `staged`: the model is then cut into stages, maybe
-    within a block."""
+    within a block. `reads`: a second group of the same ranks, for outputs that are gathered when they are read; without it they are gathered at once."""
     numel = sum(p.numel() for p in model.parameters())
     if group.local:
         return Shared(elements=numel, here=numel)
@@ -74,7 +75,7 @@ def share(
     )
     found = _proved(model, blocks, group.size, everyone)
     shared = Shared(whole=whole, elements=numel, size=group.size, alone=False)
-    axis = shared.axis = Axis(group, lost, streams=not staged)
+    axis = shared.axis = Axis(group, lost, streams=not staged, reads=None if staged else reads)
     for block, (number, partial) in zip(blocks, found, strict=True):
         option = Option(block.alone) if block.alone else None
         if number >= 0:

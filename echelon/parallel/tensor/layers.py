@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from echelon.parallel.tensor import guard, meet
 from echelon.parallel.tensor.meet import Axis
+from echelon.parallel.tensor.outputs import Uses, deal
 from echelon.parallel.tensor.pieces import Piece, dealt
 from echelon.parallel.tensor.region import Region
 from echelon.parallel.tensor.words import Way
@@ -56,14 +57,25 @@ def weight_of(module: Any) -> Tensor:
 
 
 class Column(Layer):
-    """Output features are dealt. Inside a block the output stays as it is here; else the workers' are gathered."""
+    """Output features are dealt. Inside a block the output stays as it is here; else the workers' are gathered, when somebody reads it."""
+
+    def __init__(self, module: Any, way: Way, axis: Axis, region: Region) -> None:
+        super().__init__(module, way, axis, region)
+        self.uses = Uses(way.path)
 
     def forward(self, input: Tensor) -> Tensor:
         module, way = self.module, self.way
         if way.inside:
             return F.linear(self.region.enter(input, module.training), weight_of(module), module.bias)
         y = F.linear(meet.copy(input, self.axis), weight_of(module), module.bias)
+        if self.defers(y):
+            return deal(y, self.axis, way.units, self.uses)
         return meet.gather(y, self.axis, y.dim() - 1, way.units)
+
+    def defers(self, y: Tensor) -> bool:
+        """Is the output gathered when it is read, which a cross-entropy does not? Where gradients are wanted, and while that pays."""
+        wanted = self.axis.reads is not None and self.way.kind == "column" and self.uses.pays
+        return wanted and y.requires_grad and torch.is_grad_enabled() and not meet.shape_only(y)
 
     def cuts(self) -> dict[str, tuple[int, int]]:
         found = {"weight": (1 if hasattr(self.module, "nf") else 0, self.way.packed)}

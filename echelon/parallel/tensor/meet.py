@@ -21,7 +21,7 @@ from torch import Tensor
 from echelon import activity
 from echelon.clock import Deadline
 from echelon.comm.group import Group, Lost, Outcome
-from echelon.errors import UsageError
+from echelon.errors import LoopError, UsageError
 from echelon.mesh.moves import Verb, factor
 from echelon.parallel.tensor.pieces import dealt
 
@@ -50,8 +50,17 @@ def shape_only(x: Tensor) -> bool:
 class Axis:
     """The ranks that share layers, and who is told when one is lost. Copies of a model share it."""
 
-    def __init__(self, group: Group, lost: Callable[[Outcome], None], streams: bool = True) -> None:
-        self.group, self.lost, self.streams = group, lost, streams
+    def __init__(
+        self,
+        group: Group,
+        lost: Callable[[Outcome], None],
+        streams: bool = True,
+        reads: Group | None = None,
+    ) -> None:
+        self.group, self.lost, self.streams, self.reads = group, lost, streams, reads
+        """`reads`: the same ranks again, for outputs that are gathered when a script reads them; None: they are gathered at once."""
+        self.outputs = 0
+        """Of such outputs so far."""
         self.rank, self.size = group.rank, group.size
         self.expects, self.expected = False, 0.0
         """While a step's shapes are looked at: what they make this rank send, in its backward too."""
@@ -99,8 +108,8 @@ class Axis:
         return x
 
     @activity.named("a layer that several workers share")
-    def gathered(self, x: Tensor, dim: int, units: int) -> Tensor:
-        """The stretches of dimension `dim`, dealt in `units`, of all ranks."""
+    def gathered(self, x: Tensor, dim: int, units: int, group: Group | None = None) -> Tensor:
+        """The stretches of dimension `dim`, dealt in `units`, of all ranks; through another group if it is given."""
         each = x.shape[dim] // (dealt(units, self.size, self.rank)[1] - dealt(units, self.size, self.rank)[0])
         sizes = [
             each * (last - first) for first, last in (dealt(units, self.size, r) for r in range(self.size))
@@ -111,9 +120,34 @@ class Axis:
         mine = mine.contiguous()
         out = torch.empty(self.size, *mine.shape, dtype=x.dtype, device=x.device)
         if not shape_only(x):
-            self._wait(self.group.all_gather(out, mine).wait(Deadline.after(MEETING_LIMIT_S)))
+            self._wait((group or self.group).all_gather(out, mine).wait(Deadline.after(MEETING_LIMIT_S)))
         whole = torch.cat([out[r, :size] for r, size in enumerate(sizes)])
         return whole.movedim(0, dim).contiguous()
+
+    def read(self, x: Tensor, dim: int, units: int, number: int) -> Tensor:
+        """Gathers an output, the `number`th, because the script reads it. In a group of its own: a rank that reads alone waits there, and
+        never takes a layer's message for its own. LoopError where ranks read different ones."""
+        assert self.reads is not None
+        mine = torch.tensor([number], dtype=torch.int64, device=x.device)
+        all_of_them = torch.empty(self.size, 1, dtype=torch.int64, device=x.device)
+        outcome = self.reads.all_gather(all_of_them, mine).wait(Deadline.after(MEETING_LIMIT_S))
+        self._wait(outcome)
+        if not isinstance(outcome, Lost) and not bool((all_of_them == number).all()):
+            raise LoopError(
+                "workers that share a layer read outputs of different forwards",
+                remedy="Read an output on all of them or on none, or have it gathered at once: tensor_plan=PATTERN:gather.",
+            )
+        return self.gathered(x, dim, units, self.reads)
+
+    def mine(self, units: int) -> tuple[int, int]:
+        """The units [first, last) of this rank."""
+        return dealt(units, self.size, self.rank)
+
+    def stretch(self, x: Tensor, dim: int, units: int) -> Tensor:
+        """This rank's stretch of dimension `dim` of a whole tensor, in memory of its own."""
+        first, last = self.mine(units)
+        each = x.shape[dim] // units
+        return x.narrow(dim, first * each, (last - first) * each).clone()
 
     def _wait(self, outcome: Outcome) -> None:
         if isinstance(outcome, Lost):
@@ -160,9 +194,7 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, units: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.units = axis, dim, units
-        first, last = dealt(units, axis.size, axis.rank)
-        each = x.shape[dim] // units
-        mine = x.narrow(dim, first * each, (last - first) * each).clone()
+        mine = axis.stretch(x, dim, units)
         axis.look("all_gather", mine, ctx.needs_input_grad[0])
         return mine
 

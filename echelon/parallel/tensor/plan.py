@@ -8,11 +8,21 @@ case that none is right: layers that are split by themselves, which needs no pro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from echelon.errors import StrategyError
 from echelon.parallel.tensor.blocks import WORTH, alone, alone_reason, blocks_in, divides
 from echelon.parallel.tensor.words import Block, Node, Option, Way
+
+KINDS = {
+    "column": ("linear",),
+    "gather": ("linear",),
+    "row": ("linear",),
+    "vocab": ("embedding",),
+    "whole": ("linear", "embedding", "attention"),
+}
+"""What may be asked for by name, of which modules."""
 
 
 def plan(
@@ -38,14 +48,14 @@ def plan(
                 whole[node.path] = node.refused
                 continue
             heads = dict(node.numbers)["num_heads"]
-            divides(node.path, heads, size, padding)
+            divides(node.path, heads, size, padding, staged=even)
             way = Way(node.path, "heads", heads, inside=True)
             blocks.append(Block(node.path, (Option((way,)),), f"attention: {heads} heads", known=True))
             taken |= {node.path, f"{node.path}.out_proj"}
         elif node.kind in ("sequential", "layer", "other"):
             found = [
                 block
-                for block in blocks_in(node, by_path, size, padding, taken)
+                for block in blocks_in(node, by_path, size, padding, taken, even)
                 if not even or all(way.units % size == 0 for option in block.options for way in option.ways)
             ]
             taken |= {path for block in found for path in block.layers}
@@ -72,13 +82,12 @@ def _overridden(nodes: Sequence[Node], text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in text.split("+"))):
         pattern, colon, how = (s.strip() for s in item.rpartition(":"))
-        if not colon or how not in ("column", "row", "vocab", "whole"):
+        if not colon or how not in KINDS:
             raise StrategyError(
-                f"tensor_plan: {item!r} is not PATTERN:column, row, vocab or whole",
+                f"tensor_plan: {item!r} is not PATTERN:column, gather, row, vocab or whole",
                 remedy="For example tensor_plan=head:column+blocks.*.mlp.*:whole.",
             )
-        kinds = {"column": ("linear",), "row": ("linear",), "vocab": ("embedding",)}
-        fitting = kinds.get(how, ("linear", "embedding", "attention"))
+        fitting = KINDS[how]
         hits = [n.path for n in nodes if n.kind in fitting and fnmatchcase(n.path, pattern)]
         if not hits:
             layers = ", ".join([n.path for n in nodes if n.kind in fitting][:6]) or "none"
@@ -125,7 +134,10 @@ def _ties(
         splits = all(n.kind in ("linear", "embedding") and not n.refused for n in sharers)
         large = sharers[0].rows * sharers[0].columns >= worth
         if splits and "whole" not in wanted and (large or wanted):
-            ways = tuple(way for n in sharers for way in alone(n))
+            at_once = {path for path in paths if asked.get(path) == "gather"}
+            ways = tuple(
+                replace(way, kind="gather") if n.path in at_once else way for n in sharers for way in alone(n)
+            )
             blocks.append(Block(paths[0], (), f"one weight of {' and '.join(paths)}, by its rows", ways))
             for path in paths:
                 whole.pop(path, None)

@@ -27,6 +27,7 @@ from echelon.parallel.tensor.words import Option, Way
 
 KINDS: dict[str, type[Layer]] = {
     "column": Column,
+    "gather": Column,
     "row": Row,
     "vocab": Vocab,
     "heads": Heads,

@@ -8,6 +8,7 @@ from echelon.parallel.tensor.pieces import dealt
 from echelon.parallel.tensor.words import Block, Option
 
 WAYS = {"column": "output features", "row": "input features", "vocab": "entries", "heads": "heads"}
+WAYS |= {"gather": "output features, gathered at once"}
 WAYS |= {"channels out": "output channels", "channels in": "input channels", "channels": "channels"}
 
 

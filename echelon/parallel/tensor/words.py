@@ -39,7 +39,8 @@ class Way:
 
     path: str
     kind: str
-    """column (output features), row (input features), vocab (entries), heads (torch's attention), channels out, in and of a norm."""
+    """column (output features), gather (the same, and the output is gathered at once, not when it is read), row (input features),
+    vocab (entries), heads (torch's attention), channels out, in and of a norm."""
     units: int
     """Things along the split dimension that stay together."""
     packed: int = 1
