@@ -1,4 +1,4 @@
-"""One script, several ways to train it, one answer. `make demo` runs this; it takes about a minute and a half on two cores.
+"""One script, several ways to train it, one answer. `make demo` runs this and says at the end how long it took.
 
 Every row of the table is a run of demo_train.py that takes one optimizer step for every 512 samples, in float64. The
 weights it ends with are compared to those of the same loop in PyTorch alone. Exit code 1: some run failed or differs.
