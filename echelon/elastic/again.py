@@ -41,10 +41,13 @@ def why_not(fields: Mapping[str, Any], others: int) -> str:
 
     Asked by the supervisors and by the workers, which must decide alike.
     """
-    if fields.get("form", "allreduce") != "ps" or fields.get("apply", "worker") != "server":
+    served = fields.get("form", "allreduce") == "ps"
+    if served and fields.get("update", "sync") != "sync":
+        return f"update={fields['update']} has no common step to go back to"
+    if served and any(int(fields.get(name, 0) or 0) for name in ("backup", "aggregate")):
+        return "where the first parts make a step there is no common one to go back to"
+    if not served or fields.get("apply", "worker") != "server":
         return "the workers hold the weights, and a step may have been applied on some of them only"
-    if fields.get("update", "sync") != "sync" or int(fields.get("backup", 0) or 0):
-        return f"update={fields.get('update')} has no common step to go back to"
     if fields.get("backend", "auto") not in ("auto", "native"):
         return f"groups of backend={fields.get('backend')} cannot be made anew"
     if not others:
