@@ -3,8 +3,8 @@
     python benchmarks/pipeline_step.py                       2 workers, about 4 minutes on 2 cores
     python benchmarks/pipeline_step.py --schedules 1f1b --models heavy --rounds 6 --no-file
 
-`blocks` is 6 transformer layers of width 256 between an embedding and an output layer; `heavy` is 4 residual bottlenecks whose activations are wide (2 MiB a
-micro-batch) for what they compute. Both sides get the whole batch on every rank, cut it at the same modules, and step with plain SGD. Interleaved: 2
+`blocks` is 6 transformer layers of width 256 between an embedding and an output layer; `heavy` is wide where it is cut
+(`models.bulge`), and computes little for what crosses. Both sides get the whole batch on every rank, cut it at the same modules, and step with plain SGD. Interleaved: 2
 stages a worker. Zero-bubble: PyTorch's ScheduleInterleavedZeroBubble with one stage a rank. Ratios are gloo / echelon; goals: 1.0, and 1.2 for
 `heavy`. A round took as long as its slowest worker.
 """

@@ -31,6 +31,14 @@ UP = """
     time.sleep(float(sys.argv[1]))
 """
 
+MET = """
+    import sys, time
+    import echelon
+    echelon.init()
+    print("up", flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
 WAIT = """
     from echelon import activity
     from echelon.clock import Deadline
@@ -329,7 +337,7 @@ def test_a_stopped_server_is_named_and_the_run_goes_on_when_it_does(start_run):
 @pytest.mark.parametrize("how", ["ctrl-c", "supervisor killed", "guard killed", "a worker fails"])
 def test_nothing_is_left_of_servers(start_run, tmp_path, how):
     before = segments()
-    running = start_run(UP, "300", options=PS)
+    running = start_run(MET if how == "a worker fails" else UP, "300", options=PS)
     up(running)
     if how == "ctrl-c":
         running.process.send_signal(signal.SIGINT)
