@@ -204,6 +204,7 @@ class Mirror:
                     continue
                 sent = []
                 with self._lock:
+                    self._last = None  # what went over the lost link has its answer: that it is lost
                     self.link = link
                 for model, copy in self.copies.of_shard(self.shard).items():
                     with copy.lock:
