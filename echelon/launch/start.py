@@ -97,7 +97,7 @@ class Kept:
 
 def run(
     job: Job, chosen: Strategy, set_by_user: dict[str, Any], *, name: str | None, run_dir: Path | None,
-    reach: Reach = Reach(), kept: Kept = Kept(),  # noqa: B008
+    reach: Reach = Reach(), kept: Kept = Kept(),
 ) -> int:  # fmt: skip
     """Makes the run's folder (or goes on in an old one), runs it to its end, gives its exit code. Blocks."""
     from echelon.launch.supervisor import Supervisor
