@@ -91,6 +91,8 @@ class Engine {
     // From now on everything is lost: what is under way and what comes. The first reason stays. From any thread.
     void fail(Failure failure);
     bool failed() const { return failed_.load(std::memory_order_acquire); }
+    // Somebody of this process is inside wait(), and computes nothing.
+    bool waited_for() const { return waiting_.load(std::memory_order_relaxed) > 0; }
     Failure failure() const;
 
     // In a forked child: there is no thread here, and nothing may be used any more.

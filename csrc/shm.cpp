@@ -63,6 +63,13 @@ void allot(int fd, uint64_t offset, uint64_t bytes) {
     if (failed != 0) refuse("no memory for " + std::to_string(bytes) + " bytes that the ranks of this host share");
 }
 
+int cores_each(int ranks) {
+    constexpr int MOST = 4;
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores) != 0) return 1;
+    return std::clamp(CPU_COUNT(&cores) / ranks, 1, MOST);
+}
+
 Layout layout_of(int control_fd) {
     Header header;
     if (pread(control_fd, &header, sizeof header, 0) != ssize_t(sizeof header)) refuse("cannot read the control segment");
@@ -94,7 +101,7 @@ void Shm::reserve(int arena_fd, const Layout& layout) {
 }
 
 Shm::Shm(int rank, int control_fd, const std::vector<int>& arena_fds, uint64_t term)
-    : rank(rank), size(int(arena_fds.size())), layout(layout_of(control_fd)), control_fd_(control_fd),
+    : rank(rank), size(int(arena_fds.size())), layout(layout_of(control_fd)), threads(cores_each(size)), control_fd_(control_fd),
       arena_fds_(arena_fds), theirs_(arena_fds.size()), incoming_(arena_fds.size()) {
     char* at = map(control_fd_, 0, layout.control_bytes());
     header_ = reinterpret_cast<Header*>(at);

@@ -100,6 +100,8 @@ class Shm final : public Transport {
 
     const int rank, size;
     const Layout layout;
+    // Cores for each rank of this host, as far as they are of use: long copies are made by so many threads while the caller waits.
+    const int threads;
 
     // In a forked child: the place belongs to the parent; nothing that happens here is said in its name.
     void after_fork() { mine_no_more_ = true; }

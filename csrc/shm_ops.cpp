@@ -155,13 +155,14 @@ Task Collective::all_reduce() {
 Task Collective::in_place() {
     std::vector<char*> buffers;
     for (int peer = 0; peer < shm.size; peer++) buffers.push_back(shm.of_peer(peer, shm.call(lane, peer, number)));
-    std::vector<void*> at(shm.size);
-    std::vector<const void*> from(shm.size);
     Slice mine = slice(request.count, shm.rank, shm.size);
     for (uint64_t i = mine.begin; i < mine.end; i += PIECE_BYTES / element) {
-        uint64_t n = std::min(PIECE_BYTES / element, mine.end - i);
-        for (int peer = 0; peer < shm.size; peer++) from[peer] = at[peer] = buffers[peer] + i * element;
-        kernels().fold_to(at.data(), shm.size, from.data(), shm.size, n, request.dtype, request.op);
+        share(std::min(PIECE_BYTES / element, mine.end - i), SHARED_BYTES / element, [&](uint64_t begin, uint64_t end) {
+            std::vector<void*> at(shm.size);
+            std::vector<const void*> from(shm.size);
+            for (int peer = 0; peer < shm.size; peer++) from[peer] = at[peer] = buffers[peer] + (i + begin) * element;
+            kernels().fold_to(at.data(), shm.size, from.data(), shm.size, end - begin, request.dtype, request.op);
+        });
         co_await std::suspend_always{};
     }
     co_await until(post());
@@ -202,33 +203,40 @@ Task Collective::by_slices() {
     const bool lands = request.kind == Kind::all_reduce || request.root == shm.rank;
     const uint32_t turn = cursor.in, res = cursor.res;
     const auto copy_out = bytes() >= STREAM_BYTES ? stream : copy;
-    std::vector<const void*> from(shm.size);
     uint32_t in_at[NUM_IN], res_at = 0;
     auto length = [&](uint64_t c) { return std::min(per, request.count - c * per); };
     auto write = [&](uint64_t c) {
         uint64_t n = length(c);
         Slice mine = slice(n, shm.rank, shm.size);
-        copy(my_in(), x(c * per), mine.begin * element);
-        copy(my_in() + mine.end * element, x(c * per + mine.end), (n - mine.end) * element);
+        char* to = my_in();
+        share(n - (mine.end - mine.begin), SHARED_BYTES / element, [&](uint64_t begin, uint64_t end) {  // all but mine
+            uint64_t early = std::min(end, mine.begin), late = std::max(begin, mine.begin), skip = mine.end - mine.begin;
+            if (begin < early) copy(to + begin * element, x(c * per + begin), (early - begin) * element);
+            if (late < end) copy(to + (late + skip) * element, x(c * per + late + skip), (end - late) * element);
+        });
         cursor.in++;
         in_at[c % NUM_IN] = post();
     };
     auto add_up = [&](uint64_t c) {
         Slice mine = slice(length(c), shm.rank, shm.size);
-        for (int peer = 0; peer < shm.size; peer++)
-            from[peer] = peer == shm.rank ? x(c * per + mine.begin) : in(peer, turn + uint32_t(c), mine.begin * element);
-        void* to[] = {shm.res(lane, shm.rank, res + uint32_t(c)) + mine.begin * element, x(c * per + mine.begin)};
-        kernels().fold_to(to, lands ? 2 : 1, from.data(), shm.size, mine.end - mine.begin, request.dtype, request.op);
+        share(mine.end - mine.begin, SHARED_BYTES / 2 / element, [&](uint64_t begin, uint64_t end) {
+            std::vector<const void*> from(shm.size);
+            const uint64_t at = mine.begin + begin;
+            for (int peer = 0; peer < shm.size; peer++)
+                from[peer] = peer == shm.rank ? x(c * per + at) : in(peer, turn + uint32_t(c), at * element);
+            void* to[] = {shm.res(lane, shm.rank, res + uint32_t(c)) + at * element, x(c * per + at)};
+            kernels().fold_to(to, lands ? 2 : 1, from.data(), shm.size, end - begin, request.dtype, request.op);
+        });
         cursor.res++;
         return post();
     };
     auto take = [&](uint64_t c) {
-        for (int i = 1; i < shm.size && lands; i++) {
-            int peer = (shm.rank + i) % shm.size;  // each begins with another: not all read from one core's cache at a time
+        share(lands ? shm.size - 1 : 0, 1, [&](uint64_t begin, uint64_t) {
+            int peer = int(shm.rank + 1 + begin) % shm.size;  // each begins with another: not all read from one core's cache at a time
             Slice theirs = slice(length(c), peer, shm.size);
             copy_out(x(c * per + theirs.begin), shm.res(lane, peer, res + uint32_t(c)) + theirs.begin * element,
                      (theirs.end - theirs.begin) * element);
-        }
+        });
     };
     write(0);
     for (uint64_t c = 0; c < num; c++) {

@@ -4,6 +4,7 @@
 #include <coroutine>
 #include <optional>
 
+#include "crew.h"
 #include "shm.h"
 
 namespace echelon {
@@ -81,6 +82,11 @@ class Collective final : public Op {
     void begin();
     Task first();
 
+    // work(begin, end) over [0, count), with the cores that are this rank's own while its caller waits.
+    template <class F> void share(uint64_t count, uint64_t block, F&& work) {
+        Crew::of_process().share(count, block, engine.waited_for() ? shm.threads : 1, work);
+    }
+
     bool agreed();  // everybody called the same; otherwise the engine has failed
     bool all_in_segment();
     uint64_t bytes() const { return request.count * element; }
@@ -95,6 +101,7 @@ class Collective final : public Op {
     static constexpr uint64_t FEW_SMALL_BYTES = 1 << 20;  // … among few ranks
     static constexpr int FEW_RANKS = 4;
     static constexpr uint64_t PIECE_BYTES = 262144;    // between two looks at more urgent ones
+    static constexpr uint64_t SHARED_BYTES = 32768;    // what a thread takes at a time where several share it
     static constexpr uint64_t STREAM_BYTES = 8 << 20;  // what is larger is gone from the cache before it is read
 
     Engine& engine;

@@ -364,8 +364,8 @@ def bench_comm(
       echelon bench comm --workers 4 --ops all_reduce,all_gather --plot comm.svg
       echelon bench comm --workers 8 --hosts 2 --listen 10.0.0.1
 
-    Times are medians over rounds, of the slowest worker; a round of small ones
-    is 20 calls in a row, and its time is divided by them. "against" is how many
+    Times are medians over rounds, of the slowest worker; a round is 3 (large)
+    to 20 (small) calls in a row, divided by them. "against" is how many
     times faster than the slowest row; "limit" is the share of a bare loop over
     the same shared memory, which nothing beats by much.
     """

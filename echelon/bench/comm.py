@@ -79,7 +79,7 @@ def rounds_for(num_bytes: int) -> int:
 
 def calls_for(num_bytes: int) -> int:
     """Calls of a round: as many as it takes for the moment when the ranks begin, and the clock, not to count."""
-    return 20 if num_bytes <= 1 << 16 else 5 if num_bytes <= 1 << 20 else 1
+    return 20 if num_bytes <= 1 << 16 else 10 if num_bytes <= 1 << 25 else 3
 
 
 def cell(op: str, num_bytes: int, backend: str, seconds: list[float], calls: int = 1) -> Cell:

@@ -22,7 +22,7 @@ from echelon.control import greet
 from echelon.control.handshake import Identity
 from echelon.errors import EchelonError, WireError, WorldError
 
-RING_BYTES = 1024 * 1024
+RING_BYTES = 4 * 1024 * 1024
 NO_MEMORY = (
     "Free memory, or raise the limits of this container or shell (ulimit -a: virtual memory, file size, open files);"
     " --strategy backend=gloo goes without shared memory."
