@@ -178,8 +178,10 @@ class Piped:
         orders = self.dealer.orders(len(micros))
         mine = orders[self.world.pipe.rank]
         early = mine[-1] if self.overlaps else None
+        all_count = share.counts and all(m.counts for m in micros)
         apart = [
-            replace(share, last=False, sums_to_one=False, counts=share.counts and m.counts) for m in micros
+            replace(share, last=False, sums_to_one=False, counts=share.counts and m.counts, unseen=all_count)
+            for m in micros
         ]
         last = replace(share, sums_to_one=len(micros) == 1 and self.overlaps)
         if early is not None:
@@ -199,8 +201,8 @@ class Piped:
             times.forward_s += ran.spent("forward")
             times.backward_s += ran.spent("backward") + ran.spent("weights")
             times.pipe_s += ran.waited_s
+        self._begin(last)
         if share.last:
-            self._begin(last)
             self.sync.finish()
             if self.tied is not None:
                 self._note(self.tied.meet(Deadline.after(STEP_S)))

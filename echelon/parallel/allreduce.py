@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from echelon.comm.group import Group, Met, Outcome, merge
 from echelon.parallel import backward, buckets, places, tail
 from echelon.parallel.buckets import MIB, Slot
 from echelon.parallel.gradsync import Share
+from echelon.parallel.hooks import Hooks
 from echelon.parallel.sparse import meet_rows
 from echelon.parallel.wire import PlainWire, Wire
 
@@ -65,11 +65,9 @@ class AllReduceSync:
         self.later = tail.Later()
         self.order: list[int] | None = []
         """The order in which gradients came so far; None once the buckets follow it."""
-        self.pre_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.slots = [Slot(i, name, p, sparse) for i, (name, p, sparse) in enumerate(params)]
         self.by_param = {id(s.param): s for s in self.slots}
-        for slot in self.slots:
-            backward.hook(slot.param, partial(self._ready, slot))
+        self.hooks = Hooks(self.slots, self._ready, self._before)
         self.build([s for s in reversed(self.slots) if s.param.requires_grad])
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -127,8 +125,8 @@ class AllReduceSync:
             self._reset()
         self.share = share
         self.met_in_micro = False
-        if not share.sums_to_one and not self.pre_hooks:
-            self.pre_hooks = [backward.pre_hook(s.param, partial(self._before, s)) for s in self.slots]
+        seen = self.hooks.follow(share, self._in_place)
+        self.activity, self.banked = self.activity + seen, self.banked or seen > 0
 
     def _before(self, slot: Slot, grad: Tensor) -> Tensor | None:
         """A backward on top of a global gradient, where weights do not sum to one (groups, loss=sum).
@@ -193,6 +191,8 @@ class AllReduceSync:
             view.zero_()
         elif grad.data_ptr() == view.data_ptr():
             view.mul_(weight)  # an earlier backward's global gradient is in it: all ranks' weights sum to one
+        elif share.closing == 1.0 and (held := slot.held()) is not None:
+            torch.add(held, grad, alpha=weight, out=view)  # with what the group held here: one pass for both
         else:
             torch.mul(grad, weight, out=view)
         slot.fired, slot.counted = True, share.counts
@@ -305,6 +305,7 @@ class AllReduceSync:
         return outcomes
 
     def _hand_back(self) -> None:
+        self.hooks.handed_back(self.share)
         dense = [s for s in self.active if not s.sparse]
         plain = all(s.fired for s in dense) and self.share.counts
         self._look_around()
@@ -389,6 +390,7 @@ class AllReduceSync:
         self.order = None if self.order is None else []
         for slot in self.slots:
             slot.pending = slot.sealed = slot.late = slot.param.grad = None
+        self.hooks.look_again()
         self.open = self.banked = False
         self._reset()
 

@@ -78,11 +78,12 @@ def watch_checkpoints() -> None:
     CheckpointFunction.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
-def hook(param: Tensor, fn: Callable[[Tensor], None]) -> None:
+def hook(param: Tensor, fn: Callable[[Tensor], None]) -> Any:
     """Calls fn when a gradient has been accumulated; lives through times in which the parameter is frozen."""
     trained = param.requires_grad
-    param.requires_grad_(True).register_post_accumulate_grad_hook(fn)
+    handle = param.requires_grad_(True).register_post_accumulate_grad_hook(fn)
     param.requires_grad_(trained)
+    return handle
 
 
 def pre_hook(param: Tensor, fn: Callable[[Tensor], Tensor | None]) -> Any:

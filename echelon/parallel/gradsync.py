@@ -37,6 +37,10 @@ class Share:
     sums_to_one: bool = True
     """Whether the weights of all ranks in this micro-step sum to one: not inside a group, nor with loss=sum."""
 
+    unseen: bool = False
+    """Nobody looks at `.grad` before the next micro-step begins, which follows at once: gradients may add up there. Not with `last`, and only
+    where it counts."""
+
     number: int = 0
     """Of the micro-step, since the start: the same on every rank that is in the same place."""
 

@@ -22,7 +22,7 @@ from tests.unit.test_over_native import groups as native_groups
 
 SEED = 20261116
 LABEL = Label(5, 1, Port(7, 0, 1, (2, 3), torch.float32, True), False)
-HEADER = 8 * len(LABEL.words())
+HEADER = 8 * len(LABEL.words)
 
 
 def message(label):

@@ -46,6 +46,9 @@ class MicroBatch:
     counts: bool = True
     """False for a stand-in, where this worker has nothing of a micro-batch that others have: its loss and gradients are dropped."""
 
+    rows: int | None = None
+    """Those of one step with as many are alike but for their numbers; None: not known."""
+
 
 @dataclass(frozen=True)
 class Port:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ class Label:
     back: bool
     """The gradient, from target to source."""
 
-    @property
+    @cached_property
     def tag(self) -> int:
         """The same for what one stage gives another of one micro-batch: those go in the order of their values, and messages
         of one sender and tag come in order. Fits 31 bits."""
@@ -49,10 +51,11 @@ class Label:
             (self.micro % 2**14) << 17 | self.port.source % 256 << 9 | self.port.target % 256 << 1 | self.back
         )
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return _begin(self.port) + math.prod(self.port.shape) * self.port.dtype.itemsize
 
+    @cached_property
     def words(self) -> list[int]:
         p = self.port
         if p.dtype not in _CODES:
@@ -63,7 +66,7 @@ class Label:
         return [_MAGIC, self.step, self.micro, p.value, p.source, p.target, int(self.back), _CODES[p.dtype], len(p.shape), *p.shape]  # fmt: skip
 
     def __str__(self) -> str:
-        return _told(self.words())
+        return _told(self.words)
 
 
 def pack(buffer: Tensor, label: Label, value: Tensor) -> None:
@@ -74,15 +77,15 @@ def pack(buffer: Tensor, label: Label, value: Tensor) -> None:
             f"stage {port.target if label.back else port.source} made {value.dtype} of shape {tuple(value.shape)} where its record says: {label}",
             remedy="The model did something else than when it was recorded: it must not depend on values or on chance in what it computes.",
         )
-    words = label.words()
-    buffer[: 8 * len(words)].view(torch.int64).copy_(torch.tensor(words, dtype=torch.int64))
+    words = label.words
+    buffer[: 8 * len(words)].numpy()[:] = np.array(words, dtype=np.int64).view(np.uint8)
     _payload(buffer, port).copy_(value.detach())
 
 
 def opened(buffer: Tensor, label: Label, sender: int, receiver: int) -> Tensor:
     """The value, in the message's own memory. LoopError when it is not what is expected."""
-    expected = label.words()
-    found = buffer[: 8 * len(expected)].view(torch.int64).tolist()
+    expected = label.words
+    found = buffer[: 8 * len(expected)].numpy().view(np.int64).tolist()
     if found != expected:
         came = _told(found) if found[0] == _MAGIC else "no message of a pipeline"
         raise LoopError(

@@ -37,6 +37,6 @@ def cut(
 
         own, named, wanted = tree.map_tree(rows, (args, dict(kwargs), target))
         weight = size / n if mean and size else 1.0
-        micros.append(MicroBatch(own, named, wanted, weight, counts=size > 0))
+        micros.append(MicroBatch(own, named, wanted, weight, counts=size > 0, rows=to - at))
         lo += size
     return micros

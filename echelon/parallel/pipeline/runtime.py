@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -134,6 +134,7 @@ class _Walk:
         self.order, self.owner = orders[self.group.rank], owners(orders)
         self.places: dict[int, dict[Action, int]] = {}
         self.ports: dict[tuple[int, int], tuple[list[Port], list[Port]]] = {}
+        self.ways: dict[Action, tuple[list[_Way], list[_Way]]] = {}
         self.num_posted = 0
         self.posted: dict[Label, tuple[Receipt, Tensor]] = {}
         self.here: dict[Label, Tensor] = {}
@@ -239,19 +240,27 @@ class _Walk:
         self.ran.waited_s += self.clock() - began
         return outcome if isinstance(outcome, Lost) else None
 
-    def _takes(self, action: Action) -> Iterator[_Way]:
-        takes, gives = self._ports(action)
-        if action.kind == "forward":
-            yield from (self._way(port, action.micro, back=False, other=port.source) for port in takes)
-        elif action.kind == "backward":
-            yield from (self._way(p, action.micro, back=True, other=p.target) for p in gives if p.grad)
+    def _takes(self, action: Action) -> Sequence[_Way]:
+        return self._ways(action)[0]
 
-    def _gives(self, action: Action) -> Iterator[_Way]:
-        takes, gives = self._ports(action)
-        if action.kind == "forward":
-            yield from (self._way(port, action.micro, back=False, other=port.target) for port in gives)
-        elif action.kind == "backward":
-            yield from (self._way(p, action.micro, back=True, other=p.source) for p in takes if p.grad)
+    def _gives(self, action: Action) -> Sequence[_Way]:
+        return self._ways(action)[1]
+
+    def _ways(self, action: Action) -> tuple[list[_Way], list[_Way]]:
+        """What an action takes and gives: values forward, gradients of the same values back."""
+        found = self.ways.get(action)
+        if found is None:
+            takes, gives = self._ports(action)
+            forth, micro = action.kind == "forward", action.micro
+            if not forth:
+                takes, gives = [p for p in gives if p.grad], [p for p in takes if p.grad]
+            if action.kind == "weights":
+                takes, gives = [], []
+            found = self.ways[action] = (
+                [self._way(p, micro, not forth, p.source if forth else p.target) for p in takes],
+                [self._way(p, micro, not forth, p.target if forth else p.source) for p in gives],
+            )
+        return found
 
     def _ports(self, action: Action) -> tuple[list[Port], list[Port]]:
         """What a stage takes and gives of a micro-batch, in the order that both ends of a tag go by."""

@@ -49,6 +49,8 @@ class ModelStage:
         self._loss_fn: Callable[[Any, Any], Tensor] | None = None
         self._kept: dict[int, Kept] = {}
         self._of: dict[int, Plan] = {}
+        self._alike: dict[int | None, Plan] = {}
+        """By the rows of a micro-batch."""
         self._mode: Hashable = None
         """The model's, for all micro-batches of a step."""
         self._deferrable: dict[int, tuple[Plan, frozenset[str]]] = {}
@@ -61,8 +63,12 @@ class ModelStage:
     def plan(self, micro: int) -> Plan:
         found = self._of.get(micro)
         if found is None:
-            self._mode = self._mode or self.plans.records.now()
-            found = self._of[micro] = self.plans.of(self._micros[micro], self._mode)[self.index]
+            batch = self._micros[micro]
+            found = self._alike.get(batch.rows)
+            if found is None or batch.rows is None:
+                self._mode = self._mode or self.plans.records.now()
+                found = self._alike[batch.rows] = self.plans.of(batch, self._mode)[self.index]
+            self._of[micro] = found
         return found
 
     def takes(self, micro: int) -> Sequence[Port]:
@@ -150,6 +156,7 @@ class ModelStage:
     def drop(self) -> None:
         self._kept.clear()
         self._of.clear()
+        self._alike.clear()
         self.losses.clear()
         self._micros, self._mode = (), None
 

@@ -34,6 +34,7 @@ class Records:
         self.model = model
         self.call = call or model
         self._kept: OrderedDict[Hashable, Record] = OrderedDict()
+        self._walked: list[_Walked] = []
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Hashable = None) -> Record:
         """The record of the forward for inputs like these, in the model's present mode (`mode`: what `now` gave, where many are asked for)."""
@@ -47,10 +48,24 @@ class Records:
         return found
 
     def now(self) -> Hashable:
-        """What records depend on beside the inputs. A walk through the whole model."""
-        modes = tuple(module.training for module in self.model.modules())
-        frozen = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        """What records depend on beside the inputs: asked in every step, so the walk through the model is remembered while it is the same."""
+        if not self._walked or any(walked.stale() for walked in self._walked):
+            self._walked = [_Walked(module) for module in self.model.modules()]
+        modes = tuple(walked.module.training for walked in self._walked)
+        frozen = tuple(p is not None and p.requires_grad for walked in self._walked for p in walked.own)
         return modes, frozen, torch.is_grad_enabled(), autocast_now()
+
+
+class _Walked:
+    """A module as it was found: what it held then is kept alive, so that nothing else has its identity."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.inner, self.own = tuple(module._modules.values()), tuple(module._parameters.values())
+        self.ids = tuple(map(id, (*self.inner, *self.own)))
+
+    def stale(self) -> bool:
+        return self.ids != tuple(map(id, (*self.module._modules.values(), *self.module._parameters.values())))
 
 
 def _shape(tree: Any) -> Hashable:
