@@ -23,13 +23,15 @@ Found = dict[str, object]
 
 @dataclass(frozen=True)
 class Row:
-    """One launch: a command that leaves FOLDER/times.json (turns.tell); FOLDER stands for a folder of its own, RANK for a number."""
+    """Launches of a command that leaves FOLDER/times.json (turns.tell); FOLDER stands for a folder of its own, RANK and LAUNCH for numbers."""
 
     name: str
     command: tuple[str, ...]
     goal: float
     ranks: int = 1
     """So many processes with this command; 1 where it starts its own."""
+    launches: int = 1
+    """Their rounds count together: where a process's memory comes to lie changes a side's times by some percent for as long as it lives."""
 
 
 def echelon_run(workers: int, strategy: str, *script: str) -> tuple[str, ...]:
@@ -47,13 +49,35 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def measure(row: Row, peer: str = "gloo") -> Found:
-    """Blocks for at most LIMIT_S; ends what is left of the ranks then, or when one fails. Ratios are peer / echelon."""
+    """Blocks for at most LIMIT_S a launch; ends what is left of the ranks then, or when one fails. Ratios are peer / echelon."""
+    found: Found = {}
+    times: dict[str, list[float]] = {}
+    busy: dict[str, list[float]] = {}
+    same = True
+    for number in range(row.launches):
+        found = _launch(row, number)
+        if "failed" in found:
+            return found
+        for told, all_told in ((found.pop("times"), times), (found.pop("busy"), busy)):
+            for side, values in told.items():  # type: ignore[attr-defined]
+                all_told.setdefault(side, []).extend(values)
+        same = same and bool(found["same_losses"])
+    return compared(times, busy, peer, row.goal) | found | {"same_losses": same, "launches": row.launches}
+
+
+def _launch(row: Row, number: int) -> Found:
     env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": str(record.ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         out, output = Path(folder) / "times.json", Path(folder) / "output"
         with output.open("wb") as shown:
+
+            def filled(part: str, rank: int) -> str:
+                return (
+                    part.replace("FOLDER", folder).replace("RANK", str(rank)).replace("LAUNCH", str(number))
+                )
+
             ran = [
-                subprocess.Popen([part.replace("FOLDER", folder).replace("RANK", str(rank)) for part in row.command],
+                subprocess.Popen([filled(part, rank) for part in row.command],
                                  env=env, stdout=shown, stderr=shown, cwd=record.ROOT)
                 for rank in range(row.ranks)
             ]  # fmt: skip
@@ -70,8 +94,8 @@ def measure(row: Row, peer: str = "gloo") -> Found:
                     _end(process)
         if not out.exists():
             return {"failed": output.read_text(errors="replace")[-2000:]}
-        found = json.loads(out.read_text())
-    return compared(found.pop("times"), found.pop("busy"), peer, row.goal) | found
+        found: Found = json.loads(out.read_text())
+        return found
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

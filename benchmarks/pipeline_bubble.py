@@ -1,10 +1,12 @@
 """The bubble of each schedule, predicted and measured: balanced stages of matrix products, one thread a worker, shared memory.
 
-    python benchmarks/pipeline_bubble.py [--places 4] [--micros 8] [--steps 20] [--width 768] [--rows 256] [--still]
+    python benchmarks/pipeline_bubble.py [--places 4] [--micros 8] [--steps 20] [--width 768] [--rows 256] [--paced | --still]
 
 Every stage has the same number of layers. Gradients of inputs and of weights are made by hand, each one product as long as the
-forward's, so that the times are those of the prediction. --still: stages wait as long as their products took instead of
-computing, for machines with fewer cores than workers. Leaves a file in benchmarks/results/.
+forward's, so that the times are those of the prediction. Equal work takes unequal time on cores that are not equally fast at every moment, and a
+pipeline is as fast as the slowest: "unevenness" is how much longer the busiest worker computed than all on average. --paced: every product is
+made, and its core kept busy until twice the time of a usual one is over, so that the stages are balanced in time as well. --still: stages wait
+as long as their products took instead of computing, for machines with fewer cores than workers. Leaves a file in benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ LIMIT_S = 300.0
 
 
 class Products:
-    """A Stage of `layers` square products without autograd. `seconds` is what one product takes, if it is only waited for."""
+    """A Stage of `layers` square products without autograd. `seconds` is what one product takes, if that is not left to the core."""
 
     def __init__(self, index: int, last: int, layers: int, asked: argparse.Namespace, seconds: float) -> None:
         self.index, self.last, self.rows, self.width = index, last, asked.rows, asked.width
-        self.apart, self.seconds = asked.schedule == "zero-bubble", seconds
+        self.apart, self.seconds, self.still = asked.schedule == "zero-bubble", seconds, asked.still
         self.weight = [torch.randn(asked.width, asked.width) / asked.width**0.5 for _ in range(layers)]
         self.grad = [torch.zeros_like(w) for w in self.weight]
         self.inputs: dict[int, list[Tensor]] = {}
@@ -63,10 +65,14 @@ class Products:
         return self._port(self.index)
 
     def product(self, make: Callable[[], Tensor], like: Tensor) -> Tensor:
-        if not self.seconds:
-            return make()
-        threading.Event().wait(self.seconds)
-        return like
+        if self.still:
+            threading.Event().wait(self.seconds)
+            return like
+        until = time.monotonic() + self.seconds
+        made = make()
+        while time.monotonic() < until:
+            pass
+        return made
 
     def forward(self, micro: int, taken: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         x = next(iter(taken.values()), self.first)
@@ -148,6 +154,7 @@ def play(asked: argparse.Namespace, seconds: float) -> dict[str, object]:
         os.close(fd)
     assert all(told), "a worker failed"
     bubbles = [measured([t[0] for t in step], max(t[1] for t in step)) for step in zip(*told, strict=True)]
+    computed = [statistics.median(step[0] for step in each) for each in told if each]
     apart = asked.schedule == "zero-bubble"
     ideal = simulate(orders, Times(1, 1 if apart else 2, 1))
     return {
@@ -155,6 +162,8 @@ def play(asked: argparse.Namespace, seconds: float) -> dict[str, object]:
         "measured": statistics.median(bubbles),
         "quartiles": statistics.quantiles(bubbles, n=4)[::2] if len(bubbles) > 1 else bubbles * 2,
         "step_ms": 1e3 * statistics.median(max(t[1] for t in step) for step in zip(*told, strict=True)),
+        "computed_ms": [1e3 * each for each in computed],
+        "unevenness": max(computed) / statistics.mean(computed) - 1,
         "alive": max(ideal.alive) * asked.places / num_stages(asked.schedule, asked.places, asked.chunks),
     }
 
@@ -179,11 +188,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in {"places": 4, "micros": 8, "steps": 20, "width": 768, "rows": 256, "layers": 6, "chunks": 2}.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--still", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--still", action="store_true")
+    kind.add_argument("--paced", action="store_true")
     parser.add_argument("--results", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    seconds = max(one_product(asked), 0.002) if asked.still else 0.0
+    seconds = (
+        max(one_product(asked), 0.002) if asked.still else 2 * one_product(asked) if asked.paced else 0.0
+    )
     formula = predicted(asked.places, asked.micros)
     print(f"{asked.places} workers, {asked.micros} micro-batches: (P-1)/(M+P-1) = {formula:.3f}")
     results: dict[str, object] = {}
@@ -191,11 +204,19 @@ def main() -> None:
         asked.schedule = schedule
         found = results[schedule] = play(asked, seconds)
         print(
-            f"{schedule:12} predicted {found['predicted']:.3f}  measured {found['measured']:.3f}  {found['step_ms']:.1f} ms a step"
+            f"{schedule:12} predicted {found['predicted']:.3f}  measured {found['measured']:.3f}  {found['step_ms']:.1f} ms a step  unevenness {found['unevenness']:.1%}"
         )
-    keys = ("places", "micros", "steps", "width", "rows", "layers", "chunks", "still")
+    keys = ("places", "micros", "steps", "width", "rows", "layers", "chunks", "still", "paced")
     facts = {key: getattr(asked, key) for key in keys}
-    print(record.write("pipeline-bubble", results, asked.results, formula=formula, **facts))
+    print(
+        record.write(
+            "pipeline-bubble" + ("-paced" if asked.paced else ""),
+            results,
+            asked.results,
+            formula=formula,
+            **facts,
+        )
+    )
 
 
 if __name__ == "__main__":

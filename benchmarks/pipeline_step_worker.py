@@ -1,12 +1,13 @@
 """One worker of pipeline_step.py, started by `echelon run` with pipeline=P: the same stages as a run of ours and as PyTorch's own, in turn.
 
-pipeline_step_worker.py FOLDER MODEL ROUNDS; rank 0 leaves FOLDER/times.json.
+pipeline_step_worker.py FOLDER MODEL ROUNDS LAUNCH; rank 0 leaves FOLDER/times.json.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -92,7 +93,11 @@ def main() -> None:
         run.strategy.chunks if run.strategy.schedule == "interleaved" else 1,
     )
     at = cuts(len(whole(name)[0]), run.world_size * chunks)
-    sides = {"echelon": ours(run, name, at), "gloo": theirs(name, at, schedule, run.strategy.microbatches)}
+    makers: list[tuple[str, Callable[[], turns.Step]]] = [
+        ("echelon", lambda: ours(run, name, at)),
+        ("gloo", lambda: theirs(name, at, schedule, run.strategy.microbatches)),
+    ]
+    sides = {side: make() for side, make in (makers if int(sys.argv[4]) % 2 else reversed(makers))}
     losses = {side: [turns.slowest(step().item()) for _ in range(5)] for side, step in sides.items()}
     count = turns.steps_a_round(sides["gloo"], ROUND_S)
     turns.steps_a_round(sides["echelon"], ROUND_S)
