@@ -18,6 +18,7 @@ STAGED = "tensor=2,pipeline=2,microbatches=2"
 PARTED = "sharded,level=3,data=2,tensor=2,wrap_mib=0.0005"
 MESHES = {2: ("tensor=2",), 4: ("tensor=4", "data=2,tensor=2", STAGED, PARTED)}
 EIGHT = "data=2,tensor=2,pipeline=2,microbatches=2"
+EIGHT_PARTED = f"sharded,level=3,wrap_mib=0.0005,{EIGHT}"
 
 
 @functools.cache
@@ -33,7 +34,7 @@ def launched(tmp_path_factory, launch):
     @functools.cache
     def run(workers):
         out = tmp_path_factory.mktemp(f"shared-{workers}")
-        meshes = MESHES.get(workers, (EIGHT,))
+        meshes = MESHES.get(workers, (EIGHT, EIGHT_PARTED))
         return out, launch(HERE / "shared.py", str(out), *meshes, workers=workers, timeout_s=400)
 
     def results(workers):
@@ -102,7 +103,10 @@ def test_a_language_models_logits_were_never_gathered_in_training(launched, work
 
 @pytest.mark.case("tensor: with a pipeline")
 @pytest.mark.parametrize("kind", zoo.STAGED)
-@pytest.mark.parametrize(("workers", "mesh"), [(4, STAGED), pytest.param(8, EIGHT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("workers", "mesh"),
+    [(4, STAGED), *(pytest.param(8, mesh, marks=pytest.mark.slow) for mesh in (EIGHT, EIGHT_PARTED))],
+)
 def test_shared_layers_in_stages_end_with_the_weights_of_one_process(launched, workers, mesh, kind):
     ranks = [said[mesh, kind, "adamw"]["held"] for said in launched(workers)]
     assert difference(ranks, plain(kind, "adamw")[0]) <= BOUND
