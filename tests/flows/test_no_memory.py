@@ -33,7 +33,7 @@ model = run.prepare(torch.nn.Linear(2000, 2000))
     ("limit", "what"),
     [
         (1 << 20, "rank 1 cannot share memory with the others of this host: no memory for an arena of"),
-        (8 << 20, "rank 1 has no room for 16"),
+        (16 << 20, "rank 1 has no room for 16"),
     ],
     ids=["for an arena", "for gradients"],
 )
