@@ -5,6 +5,7 @@ what was packed into something that is no tensor (checkpoints that compute again
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -193,7 +194,10 @@ class Backwards:
     def gave(self, output: Any) -> None:
         """A model's forward gave this: it counts for as long as the script holds it."""
         if self.looks:
-            self._outputs += map(weakref.ref, tree.tensors(output))
+            with contextlib.suppress(
+                Exception
+            ):  # of an object that does not let itself be gone through nothing counts
+                self._outputs += map(weakref.ref, tree.tensors(output))
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         looks = self.looks

@@ -283,6 +283,16 @@ def test_an_output_counts_for_as_long_as_the_script_holds_it(graphs):
     assert graphs.found[True].kept - graphs.found[False].kept == 64 * 256 * 4
 
 
+def test_an_output_that_does_not_let_itself_be_gone_through_is_no_error(graphs):
+    class Strict(dict):
+        def __init__(self, values):
+            super().__init__(values)
+            if None in values.values():
+                raise ValueError("a field is missing")
+
+    graphs.gave(Strict({"logits": torch.zeros(3)}))
+
+
 def test_a_graph_that_cannot_be_read_is_no_error():
     class Odd:
         grad_fn = object()
