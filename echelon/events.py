@@ -143,6 +143,8 @@ class Beat(Sign):
     peak_bytes: int | None = None
     """The most memory that it had for itself at once."""
     peak_bytes_expected: int | None = None
+    activation_bytes: int | None = None
+    """Of these: what a forward keeps for its backward, and gradients on their way. None: not counted, and not in it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from echelon.mesh.moves import Crossing
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.gradsync import GradSync
+from echelon.parallel.kept import Graph
+from echelon.parallel.pipeline import bubble
 from echelon.parallel.pipeline.contract import Port
 from echelon.parallel.rounds import LocalSync
 from echelon.parallel.sums import SumWire
@@ -42,12 +44,13 @@ def step_bytes(prepared: Prepared) -> float | None:
     return found + sum(shared.axis.expected for shared in prepared.shared.values() if shared.axis is not None)
 
 
-def peak_bytes(prepared: Prepared) -> int | None:
-    """The most memory that this worker needs at once, before what a forward keeps. None where nothing was prepared that trains, and where
-    what a form keeps is not counted: what coding owes (compress), values on their way while others step (updates that are not `sync`)."""
+def peak_bytes(prepared: Prepared) -> tuple[int | None, int | None]:
+    """The most memory that this worker needs at once, and what of it forwards keep and backwards take beside: None where that could not be
+    counted, and it is then not in the first. The first is None where nothing was prepared that trains, and where what a form keeps is not
+    counted: what coding owes (compress), values on their way while others step (updates that are not `sync`)."""
     strategy = prepared.strategy
     if prepared.needs is None or strategy.compress != "none" or strategy.update != "sync":
-        return None
+        return None, None
     training, base = prepared.needs
     split = memory.split_of(strategy, prepared.world.size)
     here = sum(
@@ -58,7 +61,33 @@ def peak_bytes(prepared: Prepared) -> int | None:
     )
     if training.parameters and (split.stages > 1 or split.tensor > 1) and split.level < 2:
         split = replace(split, largest_stage=here * split.tensor / training.parameters)
-    return memory.peak(memory.needed(training, split), base, activations=0)
+    kept = activation_bytes(prepared)
+    return memory.peak(memory.needed(training, split), base, kept or 0), kept
+
+
+def activation_bytes(prepared: Prepared) -> int | None:
+    """What the first step's forwards kept and their backwards took beside, at the most; None where that could not be seen, and where no backward
+    was."""
+    found = prepared.graphs.found
+    graphs = [graph for graph in found.values() if graph is not None]
+    if not graphs or len(graphs) < len(found):
+        return None
+    plain = found.get(None)
+    return (plain.most if plain is not None else 0) + sum(map(_piped_bytes, prepared.piped.values()))
+
+
+def _piped_bytes(piped: Piped) -> int:
+    """Of the micro-batches that are there at once in this worker's order, of the batch itself, and of messages."""
+    graphs = piped.graphs
+
+    def sizes(stage: int, micro: int) -> tuple[int, int, int]:
+        label = id(piped.model), stage, micro
+        found = graphs.found.get(label) or Graph(0, 0)
+        return found.kept, found.most, graphs.left.get(label, 0)
+
+    order = piped.dealer.orders(piped.num_micros)[piped.world.pipe.rank] if piped.num_micros else ()
+    messages = piped.runtime.pool.num_bytes if piped.world.device.type == "cpu" else 0
+    return bubble.held(order, sizes) + piped.batch_bytes + messages
 
 
 def _whole(prepared: Prepared) -> list[GradSync]:

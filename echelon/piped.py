@@ -24,6 +24,7 @@ from echelon.data import tree
 from echelon.errors import LoopError, PeerLost
 from echelon.mesh.layout import Placed
 from echelon.parallel.gradsync import GradSync, Share
+from echelon.parallel.kept import Backwards
 from echelon.parallel.norm import NormSync, Within
 from echelon.parallel.pipeline import cut, measure, plan, rows, sharing
 from echelon.parallel.pipeline.contract import Action, Before, MicroBatch
@@ -71,6 +72,9 @@ class Around:
     say: Callable[[list[str]], None]
     """Lines for people."""
 
+    graphs: Backwards
+    """Where the first step's backwards are looked at."""
+
 
 class Piped:
     """One model. Every rank calls the same in the same order."""
@@ -101,6 +105,11 @@ class Piped:
         self.dealer = Dealer(strategy.schedule, strategy.widths, self.chunks, strategy.speeds)
         machine.keepers.append(self.dealer)
         self._inner: Callable[..., Any] | None = None
+        self.graphs = around.graphs
+        self.batch: list[Tensor] = []
+        """Of the step that is looked at. Every worker of a pipe has all of it, whatever its stages use."""
+        self.batch_bytes = 0
+        self.graphs.leave_out(lambda: (*self.batch, *self.runtime.pool.tensors))
         Override(model, "forward", self._forward)
 
     # -- outside of run.step --------------------------------------------------------------------------------------
@@ -171,6 +180,8 @@ class Piped:
         micros = self._micros(args, kwargs, target)
         self.ready(micros[0], loss_fn)
         assert self.sync is not None
+        self.batch = tree.tensors((args, kwargs, target)) if self.graphs.looks else []
+        self.batch_bytes = max(self.batch_bytes, sum(t.nbytes for t in self.batch))
         for stage in self.stages.values():
             stage.begin(micros, loss_fn)
         self.num_micros = len(micros)
@@ -189,11 +200,14 @@ class Piped:
         self._share = None
 
         def before(action: Action) -> None:
+            if self.graphs.looks:
+                self._look(action)
             if action.kind != "forward":
                 self._begin(last if action == early else apart[action.micro])
 
         with self.lent.step():
             ran = self._through(orders, apart, before)
+        self.batch = []
         self.sync.activity += 1  # a stage may have nothing to train, and was trained on
         if isinstance(ran, Ran):
             self.ran = ran
@@ -207,6 +221,12 @@ class Piped:
             if self.tied is not None:
                 self._note(self.tied.meet(Deadline.after(STEP_S)))
         return self._loss(micros)
+
+    def _look(self, action: Action) -> None:
+        """In the first step it is counted what each micro-batch keeps."""
+        label = self.graphs.label = id(self.model), action.stage, action.micro
+        if action.kind == "weights":
+            self.graphs.left[label] = self.stages[action.stage].put_off_bytes(action.micro)
 
     @property
     def overlaps(self) -> bool:

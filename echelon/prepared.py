@@ -25,6 +25,7 @@ from echelon.parallel.building.later import Later
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.finite import Watch
 from echelon.parallel.first import FirstSync
+from echelon.parallel.kept import Backwards
 from echelon.parallel.sharded.sync import ShardedSync
 from echelon.parallel.stale import FreeSync
 from echelon.parallel.tensor import form as tensors
@@ -94,6 +95,9 @@ class Prepared:
         """Recorded models, by id, whose parts are made once they are cut."""
         self.needs: tuple[Training, int] | None = None
         """What training takes in memory, and what this process had before."""
+        self.graphs = Backwards(world.device)
+        """What forwards keep for their backwards: looked at in the first step."""
+        self.graphs.leave_out(lambda: (t for m in self.models for t in (*m.parameters(), *m.buffers())))
         self._owned: set[int] = set()
         self._told_uneven = False
         machine.at_snapshot.append(self.adopt_loose_parameters)
@@ -198,6 +202,7 @@ class Prepared:
                 average.begin(self.placed)
             self.machine.keepers.append(kept)
         self.models.append(model)
+        self.graphs.begin()
         self.ready("model", len(self.models) - 1)
         return model
 
@@ -225,6 +230,7 @@ class Prepared:
     ) -> None:
         """How a model's gradients meet: what is split by `split`, the rest as everywhere."""
         watch = models.Watch(model, self.machine)
+        watch.gave = self.graphs.gave
         if split is not None:
             fresh = [(name, p, rows) for name, p, rows in fresh if id(p) not in split.by_param]
             self.register(split, set(split.by_param))

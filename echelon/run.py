@@ -202,13 +202,13 @@ class Run:
         kwargs = inputs if isinstance(inputs, dict) else {}
         stepper = self.prepared.stepper(model)
         if stepper is not None:
-            shown = self.values.global_loss(stepper.step(loss_fn, args, kwargs, target)).to(
-                stepper.loss_dtype
-            )
+            shown = self.values.global_loss(stepper.step(loss_fn, args, kwargs, target))
+            shown = shown.to(stepper.loss_dtype)
         else:
             output = model(*args, **kwargs)
             loss = loss_fn(output, target)
             self.first_step.check_halves(loss_fn, output, target)
+            del output  # what of it backward needs is kept by the loss
             shown = self.values.global_loss(loss.detach())
             loss.backward()
         if clip_norm is not None:
@@ -253,11 +253,10 @@ class Run:
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers in global order; differentiable: the answer for in-batch negatives."""
         self.first_step.end()  # a loss over gathered rows is global already: nothing to compare
-        in_loop = self.machine.current is not None  # its graph is of this life
         gathered = self.trail.call(
             "gather",
             lambda: self.rejoin.once(lambda: self.exchange.gather(x, self.machine.share)),
-            keep=not in_loop,
+            keep=self.machine.current is None,  # in a loop its graph is of this life
         )
         assert isinstance(gathered, Tensor)
         return gathered
@@ -393,6 +392,7 @@ class Run:
     def close(self) -> None:
         """Ends the run for this process; called at exit."""
         self.first_step.end()
+        self.prepared.graphs.end()
         self.log_book.flush()
         self.keeping.close()
         arriving.settle()  # whoever reads parameters from now on finds them as the last step left them

@@ -67,6 +67,7 @@ def around(prepared: Prepared, params: Sequence[tuple[str, nn.Parameter, bool]])
         prepared.norms,
         by_itself,
         lambda lines: prepared.say(lines),
+        prepared.graphs,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from echelon import expected
 from echelon.loop import Stepping
 from echelon.mesh.limits import Peak
+from echelon.parallel import needs
 
 if TYPE_CHECKING:
     from echelon.prepared import Prepared
@@ -24,6 +25,8 @@ class Tally:
         self.prepared, self.machine, self.world = prepared, prepared.machine, prepared.world
         self.expected_bytes: float | None = None
         self.expected_peak: int | None = None
+        self.activations: int | None = None
+        """Of the expected peak: what a forward keeps, and its backward takes beside."""
         self._first = self._later = 0.0
         self._steps = 0
         self._again = False
@@ -56,6 +59,7 @@ class Tally:
             "step_bytes_expected": self.expected_bytes,
             "peak_bytes": self.peak_bytes() if self._steps else None,
             "peak_bytes_expected": self.expected_peak,
+            "activation_bytes": self.activations,
         }
 
     def _moved(self) -> float:
@@ -67,6 +71,8 @@ class Tally:
         if self.prepared.rounds is None:  # copies meet between steps, and that is what they do
             self._mark = self._moved()
         self._expect(self._steps == 0)
+        if self._steps:
+            self.prepared.graphs.end()
 
     def _applied(self, optimizer: Stepping) -> None:
         before, self._mark = self._mark, self._moved()
@@ -78,10 +84,21 @@ class Tally:
         self._steps += fresh
         if self._steps > 1:
             self._later += moved
+            self.prepared.graphs.end()
             return
         self._first += moved
         self.expected_bytes = expected.step_bytes(self.prepared)
-        self.expected_peak = expected.peak_bytes(self.prepared)
+        self.expected_peak, self.activations = expected.peak_bytes(self.prepared)
+        self._heed_room()
+
+    def _heed_room(self) -> None:
+        """What did not look short before the first batch may be so with it."""
+        found, activations = self.prepared.needs, self.activations
+        if found is not None and activations and self.world.device.type == "cpu":
+            have = needs.room(self.world.device, self.prepared.run_name)
+            needs.give_back_if_short(
+                found[0], self.prepared.strategy, self.world.size, have, found[1], activations
+            )
 
     def _lost(self) -> None:
         self._again = True

@@ -30,7 +30,8 @@ ROWS = {
     "run_mean_over_unequal_counts", "run.mean over a group", "run.log", "run.reduce", "run_gather_in_batch_negatives",
     "run_evaluate", "run.phase", "phase fails", "run.build", "run.save", "run.every", "run.print", "a second init",
     # to see
-    "summary", "bytes a step and peak memory, predicted and measured", "events.jsonl", "TensorBoard", "echelon runs", "echelon status", "echelon logs",
+    "summary", "bytes a step and peak memory, predicted and measured",
+    "peak memory with large batches, predicted and measured", "events.jsonl", "TensorBoard", "echelon runs", "echelon status", "echelon logs",
     # compression
     "compress: ratio and error", "compress: properties", "compress: NaN and infinity are seen", "compress: how coded rows meet",
     "compress: same bits on every rank", "compress: error feedback", "compress: zero_grad takes back",

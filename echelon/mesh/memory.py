@@ -168,10 +168,10 @@ def peak(need: Needed, base: int, activations: int) -> int:
     return need.total + base + activations
 
 
-def short(need: Needed, have: Have, base: int) -> bool:
+def short(need: Needed, have: Have, base: int, activations: int = 0) -> bool:
     """Might memory not suffice if the C library keeps what is freed? It then holds up to as much again: blocks of some MiB, in whose gaps
     the next ones do not fit."""
-    return 2 * need.total + base > have.share
+    return 2 * (need.total + activations) + base > have.share
 
 
 def judge(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,17 +47,23 @@ def _unit(model: nn.Module, unit_bytes: int) -> int:
 def require_room(found: Training, strategy: Strategy, workers: int, have: Have | None, base: int = 0) -> str:
     """Raises NoRoom when this cannot fit a worker, with what is missing and what would fit: before the kernel kills it for that.
 
-    Gives a warning, or "", where it only may not fit. Where there is no room for memory that is free and not given back, it is given
-    back from now on."""
+    Gives a warning, or "", where it only may not fit."""
     if have is None:
         return ""
+    give_back_if_short(found, strategy, workers, have, base)
     split = memory.split_of(strategy, workers)
-    if memory.short(memory.needed(found, split), have, base):
-        limits.give_back_at_once()
     verdict = memory.judge(found, split, have, workers, str(strategy), base)
     if isinstance(verdict, TooLarge):
         raise NoRoom(verdict.message, remedy=verdict.remedy)
     return verdict.message if isinstance(verdict, Tight) else ""
+
+
+def give_back_if_short(
+    found: Training, strategy: Strategy, workers: int, have: Have | None, base: int, activations: int = 0
+) -> bool:
+    """Where there is no room for memory that is free and not given back, it is given back from now on."""
+    need = memory.needed(found, memory.split_of(strategy, workers))
+    return have is not None and memory.short(need, have, base, activations) and limits.give_back_at_once()
 
 
 def base(models: Iterable[nn.Module], device: torch.device) -> int:
@@ -76,40 +80,6 @@ def room(device: torch.device, run: str) -> Have | None:
         name = torch.cuda.get_device_name(device)
         return Have(torch.cuda.get_device_properties(device).total_memory, f"the memory of {device} ({name})")
     return limits.have(run) if device.type == "cpu" else None
-
-
-class Saved:
-    """Around a forward: the bytes that it keeps for its backward. Parameters and what shares their memory are not counted.
-
-    Every kept tensor costs some microseconds of Python meanwhile: meant for one step."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._own = {t.untyped_storage().data_ptr() for m in models for t in (*m.parameters(), *m.buffers())}
-        self._seen: dict[int, int] = {}
-        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self._seen.values())
-
-    def __enter__(self) -> Saved:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, where)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._own:
-            self._seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -96,6 +96,8 @@ class Watch:
         self.machine = machine
         self.entered = 0.0
         self.left = 0.0
+        self.gave: Callable[[Any], None] | None = None
+        """Is told what a forward gave."""
         model.register_forward_pre_hook(Hook(self._enter))
         model.register_forward_hook(Hook(self._leave))
 
@@ -105,6 +107,8 @@ class Watch:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.left = time.perf_counter()
         self.machine.counters.times.forward_s += self.left - self.entered
+        if self.gave is not None and not torch.compiler.is_compiling():
+            self.gave(output)
 
     def backward_over(self, waited_s: float) -> None:
         if self.left:

@@ -72,7 +72,7 @@ def table(progress: Progress, memory: Mapping[int, int]) -> list[str]:
     return lines
 
 
-MEASURED = ("step_bytes", "step_bytes_expected", "peak_bytes", "peak_bytes_expected")
+MEASURED = ("step_bytes", "step_bytes_expected", "peak_bytes", "peak_bytes_expected", "activation_bytes")
 """What a worker measured of its steps, and what was expected: as in the event Beat."""
 
 
@@ -91,7 +91,7 @@ def measured(beats: Mapping[int, Beat]) -> list[str]:
         lines.append(_beside("a step moves", _amount, moved[rank], beats[rank].step_bytes_expected, rank, ""))
     if peaks:
         rank = max(peaks, key=lambda r: peaks[r])
-        apart = " before activations"
+        apart = " before activations" if beats[rank].activation_bytes is None else ""
         lines.append(
             _beside("memory, at most", _memory, peaks[rank], beats[rank].peak_bytes_expected, rank, apart)
         )

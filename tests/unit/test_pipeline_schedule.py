@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from echelon.parallel.pipeline import replicas
-from echelon.parallel.pipeline.bubble import Times, alive, predicted, simulate
+from echelon.parallel.pipeline.bubble import Times, alive, held, predicted, simulate
 from echelon.parallel.pipeline.contract import Action
 from echelon.parallel.pipeline.schedule import needs, num_stages, owners, plain
 
@@ -68,6 +68,23 @@ def test_the_lists_are_written_down_for_small_cases():
         "F0 F1 B0 W0 F2 B1 W1 B2 W2",
         "F0 B0 F1 B1 W0 F2 B2 W1 W2",
     ]
+
+
+def test_a_worker_holds_the_micro_batches_that_are_alive_and_the_backward_of_one():
+    for places, micros in ((2, 4), (4, 8)):
+        for schedule in ("1f1b", "gpipe"):
+            for order in plain(schedule, places, micros):
+                assert held(order, lambda stage, micro: (100, 130, 0)) == alive(order) * 100 + 30
+                assert held(order, lambda stage, micro: (100, 100, 0)) == alive(order) * 100
+
+
+def test_what_is_put_off_is_held_until_its_weights_have_their_gradients():
+    forward, backward, weights = (Action(kind, 0, 0) for kind in ("forward", "backward", "weights"))
+    again = [Action(kind, 0, 1) for kind in ("forward", "backward", "weights")]
+    sizes = lambda stage, micro: (100, 130, 60)  # noqa: E731
+    assert held((forward, backward, weights, *again), sizes) == 130
+    assert held((forward, backward, *again, weights), sizes) == 60 + 130
+    assert held((), sizes) == 0
 
 
 def test_1f1b_and_zero_bubble_keep_few_micro_batches_alive():

@@ -192,14 +192,16 @@ def test_a_summary_says_what_compress_saved():
 def test_a_summary_says_what_a_step_moved_and_the_most_memory_beside_what_was_predicted():
     progress = trained()
     for rank, moved, peak in ((0, 33_500_000.0, 700 << 20), (1, 33_600_000.0, 650 << 20)):
-        measured = {"step_bytes": moved, "step_bytes_expected": 33_554_432.0, "peak_bytes": peak}
+        found = {"step_bytes": moved, "step_bytes_expected": 33_554_432.0, "peak_bytes": peak}
         progress.beats[rank] = dataclasses.replace(
-            progress.beats[rank], **measured, peak_bytes_expected=680 << 20
+            progress.beats[rank], **found, peak_bytes_expected=680 << 20
         )
     lines = summary(progress, name="r", run_dir=Path("/x/runs/r"), wall_s=75.2, memory={})
     assert "  a step moves 33.6 MB (worker 1; predicted 33.6 MB)" in lines
     assert "  memory, at most 700 MiB (worker 0; predicted 680 MiB before activations)" in lines
     assert all(len(line) <= 80 for line in lines)
+    progress.beats[0] = dataclasses.replace(progress.beats[0], activation_bytes=200 << 20)
+    assert measured(progress.beats)[1] == "  memory, at most 700 MiB (worker 0; predicted 680 MiB)"
 
 
 def test_a_summary_leaves_out_what_is_not_known():

@@ -93,6 +93,24 @@ def alive(order: tuple[Action, ...]) -> int:
     return most
 
 
+def held(order: Sequence[Action], sizes: Callable[[int, int], tuple[int, int, int]]) -> int:
+    """The most bytes that a worker holds of its micro-batches. `sizes` of one, by stage and number: what its forward keeps, the most that is
+    there in its backward, and what stays after it for gradients of weights that are put off."""
+    now = most = 0
+    for action in order:
+        kept, unwound, left = sizes(action.stage, action.micro)
+        if action.kind == "forward":
+            now += kept
+            most = max(most, now)
+        elif action.kind == "backward":
+            now -= kept
+            most = max(most, now + unwound)
+            now += left
+        else:
+            now -= left
+    return most
+
+
 def predicted(places: int, micros: int) -> float:
     """The bubble of GPipe and of 1F1B where all stages take the same time."""
     return (places - 1) / (micros + places - 1)

@@ -44,9 +44,22 @@ class Later:
 
     def __init__(self) -> None:
         self.todo: list[tuple[tuple[Tensor, ...], Callable[[], tuple[Tensor, ...]]]] = []
+        self._kept: dict[int, int] = {}
 
-    def add(self, parameters: tuple[Tensor, ...], compute: Callable[[], tuple[Tensor, ...]]) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """Of what is kept for it."""
+        return sum(self._kept.values())
+
+    def add(
+        self,
+        parameters: tuple[Tensor, ...],
+        compute: Callable[[], tuple[Tensor, ...]],
+        keeps: tuple[Tensor, ...] = (),
+    ) -> None:
+        """`keeps`: what `compute` refers to."""
         self.todo.append((parameters, compute))
+        self._kept |= {(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in keeps}
 
     def run(self) -> None:
         """Gradients of every parameter, through autograd: hooks see them."""
@@ -140,7 +153,7 @@ class _Linear(torch.autograd.Function):
                 found.append(rows.sum(0).to(bias.dtype))
             return tuple(found)
 
-        ctx.later.add(wanted, compute)
+        ctx.later.add(wanted, compute, (x, dy))
         return dx, None, None, None
 
 
@@ -186,5 +199,5 @@ class _Convolution(torch.autograd.Function):
             )
             return tuple(grad.to(t.dtype) for t, grad in found if t is not None and t.requires_grad)
 
-        ctx.later.add(wanted, compute)
+        ctx.later.add(wanted, compute, (x, dy))
         return dx, None, None, None, None

@@ -39,6 +39,10 @@ class Pool:
         self._all, self._asked = {}, set()
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [buffer for same in self._all.values() for buffer in same]
+
+    @property
     def num_bytes(self) -> int:
         return sum(size * len(same) for size, same in self._all.items())
 

@@ -147,6 +147,11 @@ class ModelStage:
             del self._kept[micro]
         return back
 
+    def put_off_bytes(self, micro: int) -> int:
+        """What is kept of a micro-batch for `weights`."""
+        kept = self._kept.get(micro)
+        return kept.later.num_bytes if kept is not None else 0
+
     def weights(self, micro: int) -> None:
         kept = self._kept.pop(micro, None)
         with self.lent.weights(self.index):
