@@ -24,7 +24,8 @@ def step(machine: Machine, optimizer: Stepping) -> None:
     machine.before_change()
     groups = optimizer.groups()
     machine.asked.clear()
-    outcome = merge([sync.apply(optimizer.index, groups) for sync in optimizer.elsewhere])
+    since = kept_since(machine, optimizer)
+    outcome = merge([sync.apply(optimizer.index, groups, since) for sync in optimizer.elsewhere])
     if isinstance(outcome, Lost):
         machine.lose(outcome, optimizer)
         return
@@ -37,6 +38,26 @@ def step(machine: Machine, optimizer: Stepping) -> None:
         optimizer.applied -= 1
     for update in machine.after_apply:
         update(optimizer)
+
+
+def kept_since(machine: Machine, optimizer: Stepping) -> int | None:
+    """The iteration that servers must be able to undo, if this step is one of several of it; None where it is the only one. It is named by
+    the step that it began after: the same number on every rank, also on one that was started again."""
+    if optimizer.index in machine.in_iteration:
+        optimizer.twice = True
+    several = len(machine.optimizers) > 1 or len(optimizer.elsewhere) > 1 or optimizer.twice
+    if machine.current is None or not several or not all(sync.undoes for sync in optimizer.elsewhere):
+        return None
+    optimizer.keep_pre_image()
+    return machine.step_before if optimizer.has_pre_image() else None
+
+
+def undo(machine: Machine) -> None:
+    """The iteration is lost on every rank, and no server knows of it: its steps did not happen there."""
+    for sync in machine.syncs:
+        there = applying(sync)
+        if there is not None and there.undoes:
+            there.undo(machine.step_before)
 
 
 def squares(machine: Machine, sync: Applying, params: Iterable[Tensor]) -> tuple[float, bool]:

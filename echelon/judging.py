@@ -113,6 +113,8 @@ def skip(machine: Machine, optimizer: Stepping) -> None:
         if sync.applies_here:
             sync.withdraw(optimizer.params())
     optimizer.optimizer._opt_called = True  # type: ignore[attr-defined]
+    if optimizer.elsewhere:
+        away.kept_since(machine, optimizer)
     machine.count(optimizer)
     for update in machine.after_apply:
         update(optimizer)

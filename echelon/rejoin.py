@@ -4,8 +4,9 @@ Everybody, in a term that follows from the coordinator's roster:
 
 1. seated: all seats are taken again; until then the others wait at their lost step
 2. groups: the groups of the new term; in the first one all tell where they are, and who needs the state
-3. handed: the lowest rank that has the state gives it to those who need it
-4. servers: all enter the term there; what was not committed is void
+3. servers: all enter the term there; what was not committed is void, an iteration that was lost after some of its optimizers had
+   stepped is undone
+4. handed: the lowest rank that has the state gives it to those who need it
 5. on the way: a newcomer runs the script from its top to the others' place; until then its groups only pretend. The others go on to
    the next batch, and wait in its first operation
 
@@ -20,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +58,24 @@ TAG = 1
 T = TypeVar("T")
 
 
+class Stands(NamedTuple):
+    """Where a rank is, as it tells the others."""
+
+    needs: bool
+    """It was started again, and needs the state."""
+    step: int
+    words: int
+    """A number for its place in the script."""
+    since: int
+    """The step after which its iteration began."""
+    lost: bool
+    """That iteration is lost: what servers stepped in it did not happen."""
+
+    @property
+    def void(self) -> int | None:
+        return self.since if self.lost else None
+
+
 class Rejoin:
     """One a run and worker."""
 
@@ -69,6 +88,8 @@ class Rejoin:
         self.tried = 0
         self._stepped = self.known
         """Whom it made its last step with; () when it has made none."""
+        self._since = 0
+        """The step after which the others' iteration began, when this worker came back."""
         self._lost_at = 0.0
         self.machine.after_loss = self._after_loss
         self.machine.regroup = self._regroup_in_step
@@ -205,6 +226,7 @@ class Rejoin:
             there = applying(sync)
             if there is not None:
                 there.rejoin(brings=False)
+        self.machine.step_before = self._since
         self._even()
         activity.coming.__exit__()
 
@@ -284,12 +306,20 @@ class Rejoin:
         groups.renew(term)
         group = groups.changing[0].inner
         places = self._places(group, mark)
-        needy = [r for r, (needs, _, _) in enumerate(places) if needs]
+        needy = [r for r, place in enumerate(places) if place.needs]
         giver = next((r for r in range(len(places)) if r not in needy), None)
         if giver is None:
             raise PeerLost("no worker is left that knows how far the run was", peers=tuple(needy))
-        if len({place[1:] for r, place in enumerate(places) if r not in needy}) > 1:
+        if len({(place.step, place.words) for place in places if not place.needs}) > 1:
             raise _apart(places, needy)
+        # servers
+        self._since, void = places[giver].since, places[giver].void
+        if self.world.servers is not None:
+            self.world.servers.enter(term, lambda: self._still(meet), void)
+        for sync in self.machine.syncs if mark is not None else ():
+            there = applying(sync)
+            if there is not None and void is not None:
+                there.undone(void)
         # handed
         handed = None
         if rank == giver and mark is not None:
@@ -299,9 +329,6 @@ class Rejoin:
                 _over(group.send(whole, peer, TAG))
         elif rank in needy:
             handed = _received(group, giver)
-        # servers
-        if self.world.servers is not None:
-            self.world.servers.enter(term, lambda: self._still(meet))
         for sync in self.machine.syncs if mark is not None else ():
             sync.renew()
             there = applying(sync)
@@ -311,16 +338,21 @@ class Rejoin:
             groups.renew_torch()
         return handed
 
-    def _places(self, group: Group, mark: Mark | None) -> list[tuple[int, int, int]]:
-        """Of each rank: does it need the state, its step, and a number for its place in the script."""
-        words = "" if mark is None else f"{mark.kind} {self.machine.iteration_lost}"
+    def _places(self, group: Group, mark: Mark | None) -> list[Stands]:
+        """Of each rank."""
+        machine = self.machine
+        words = "" if mark is None else f"{mark.kind} {machine.iteration_lost}"
         mine = torch.tensor(
-            [float(mark is None), self.machine.counters.global_step, zlib.crc32(words.encode())],
+            [float(mark is None), machine.counters.global_step, zlib.crc32(words.encode()), machine.step_before,
+             float(machine.iteration_lost)],
             dtype=torch.float64,
-        )
-        every = torch.zeros(group.size, 3, dtype=torch.float64)
+        )  # fmt: skip
+        every = torch.zeros(group.size, len(mine), dtype=torch.float64)
         _over(group.all_gather(every, mine))
-        return [(int(a), int(b), int(c)) for a, b, c in every.tolist()]
+        return [
+            Stands(bool(needs), int(step), int(place), int(since), bool(lost))
+            for needs, step, place, since, lost in every.tolist()
+        ]
 
 
 def _received(group: Group, giver: int) -> Handed:
@@ -337,9 +369,9 @@ def _over(work: Work) -> None:
         raise PeerLost(f"another worker was lost: {outcome.reason}", peers=outcome.peers)
 
 
-def _apart(places: list[tuple[int, int, int]], needy: list[int]) -> EchelonError:
+def _apart(places: list[Stands], needy: list[int]) -> EchelonError:
     steps = ", ".join(
-        f"worker {r} after step {step}" for r, (_, step, _) in enumerate(places) if r not in needy
+        f"worker {r} after step {place.step}" for r, place in enumerate(places) if r not in needy
     )
     return LoopError(
         f"the workers that are left stand at different places of the script: {steps}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from echelon import away
 from echelon.comm.group import Lost
 from echelon.errors import LoopError
 from echelon.events import StepLost
@@ -21,13 +22,15 @@ def lose(machine: Machine, lost: Lost, optimizer: Stepping) -> None:
 
     1. judge: the policy raises when a replay makes no sense
     2. undo: gradients, optimizers that had stepped in this iteration, counters, places in the data
-    3. regroup: if somebody has to be waited for, everything else is put back as well, and it gets that
+    3. regroup: if somebody has to be waited for, everything else is put back as well, and it gets that; what servers had stepped in
+       this iteration they undo then
     """
     # judge
     step = machine.next_step(optimizer)
     optimizer.stepped = False
     regroups = machine.after_loss(lost, step)
-    undo = [o for o in machine.optimizers if o.index in machine.in_iteration and not o.has_pre_image()]
+    stepped = [o for o in machine.optimizers if o.index in machine.in_iteration or o.moved]
+    undo = [o for o in stepped if not o.has_pre_image()]
     if undo:
         raise LoopError(
             f"step {step} was lost after optimizer {undo[0].index} had stepped in the same iteration for the first time, "
@@ -40,6 +43,8 @@ def lose(machine: Machine, lost: Lost, optimizer: Stepping) -> None:
         sync.forget()
     for other in machine.optimizers:
         other.put_back()
+    if not regroups:
+        away.undo(machine)
     machine.counters.global_step = machine.step_before if machine.current is not None else step - 1
     batches = sum(loader.rewind() for loader in machine.loaders)
     if batches and not machine.open_loops:

@@ -100,7 +100,7 @@ ROWS = {
     # a killed worker is started again
     "again: the decision", "again: groups that change", "again: the state is handed over", "again: no bit is changed",
     "again: killed on its way back", "again: an exception ends the run", "again: killed before the first batch", "again: killed before anybody met it",
-    "again: nobody left", "again: evaluate and save", "again: on another host", "again: a storm",
+    "again: between two steps of one iteration", "ps: a lost iteration of several steps leaves no trace", "again: nobody left", "again: evaluate and save", "again: on another host", "again: a storm",
     # layers shared by workers
     "tensor: the plan", "tensor: overrides", "tensor: refusals", "tensor: layers", "tensor: proofs", "tensor: a weight used elsewhere",
     "tensor: clipping", "tensor: equality", "tensor: a lost step changes no bit", "tensor: run.step", "tensor: memory",

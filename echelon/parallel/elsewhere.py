@@ -6,13 +6,15 @@ names the parameter and says what to call instead. `is None` tells, as usual, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import StrategyError, UsageError
+from echelon.parallel.buckets import Slot
+from echelon.ps.recipes import Recipe
 
 _ALLOWED = {
     "shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn", "is_leaf", "names", "ndim", "size", "dim",
@@ -90,3 +92,23 @@ def _name(args: Any) -> str:
             if found != "a parameter":
                 return found
     return "a parameter"
+
+
+def by_factor(
+    groups: Iterable[tuple[Recipe, Iterable[Slot]]], factors: dict[int, float]
+) -> tuple[list[tuple[Recipe, float, list[str]]], list[str]]:
+    """What servers are told of a step: names by recipe and by what clipping multiplies their gradients with, and those that have none.
+    `factors` (slot -> factor) are used up."""
+    stepping: list[tuple[Recipe, float, list[str]]] = []
+    unused: list[str] = []
+    for recipe, slots in groups:
+        named: dict[float, list[str]] = {}
+        for slot in slots:
+            if slot.param.grad is not None:
+                if not isinstance(slot.param.grad, OnServers):  # replaced since it met
+                    raise not_here(f"`{slot.name}`")
+                named.setdefault(factors.pop(slot.index, 1.0), []).append(slot.name)
+            elif slot.bucket is not None:
+                unused.append(slot.name)
+        stepping += [(recipe, factor, names) for factor, names in named.items()]
+    return stepping, unused

@@ -56,7 +56,7 @@ class FirstSync(FreeSync):
     def _about(self) -> dict[str, Any]:
         return {"mean": self.need.mean}
 
-    def apply(self, optimizer: int, groups: Groups) -> Outcome:
+    def apply(self, optimizer: int, groups: Groups, since: int | None = None) -> Outcome:
         self._only(optimizer)
         self._upload_changes()
         began, self.made = time.perf_counter(), 0

@@ -187,6 +187,9 @@ class Applying(GradSync, Protocol):
     made: int
     """Updates that the last step brought: one, where every worker's part is in every one."""
 
+    undoes: bool
+    """Steps that name their iteration can be undone, all of it."""
+
     suspects: list[tuple[int, str]]
     """After squares(): whose parts are not finite, and in which parameter."""
 
@@ -198,8 +201,18 @@ class Applying(GradSync, Protocol):
         """The next step of these uses `factor` times their gradients."""
         ...
 
-    def apply(self, optimizer: int, groups: Groups) -> Outcome:
-        """The step of the optimizer of this number. Parameters have their new values when it gives Met."""
+    def apply(self, optimizer: int, groups: Groups, since: int | None = None) -> Outcome:
+        """The step of the optimizer of this number. Parameters have their new values when it gives Met. `since` names the iteration, where
+        several steps make one."""
+        ...
+
+    def undo(self, since: int) -> None:
+        """That iteration is lost on every rank: its steps did not happen, and parameters are those of before. Where ranks come together
+        anew in a term of the servers, these undo it, and undone() is called instead. Raises LinkLost, PeerLost."""
+        ...
+
+    def undone(self, since: int) -> None:
+        """The servers have undone that iteration: if parameters here have seen a step of it, they become what the servers have."""
         ...
 
     def rejoin(self, brings: bool) -> None:

@@ -26,11 +26,10 @@ from echelon.parallel import backward, tail
 from echelon.parallel.allreduce import MEETING_LIMIT_S, AllReduceSync
 from echelon.parallel.arriving import Arrivals
 from echelon.parallel.buckets import Bucket, Rooms, Slot
-from echelon.parallel.elsewhere import OnServers, check_held, not_here
+from echelon.parallel.elsewhere import OnServers, by_factor, check_held
 from echelon.parallel.gradsync import Groups, Share
 from echelon.parallel.wire import PlainWire
 from echelon.ps.held import Call, Held
-from echelon.ps.recipes import Recipe
 from echelon.ps.shared import Shared
 from echelon.ps.worker import Servers, lost
 
@@ -48,7 +47,7 @@ class PushWire(PlainWire):
 class PushSync(AllReduceSync):
     """See GradSync."""
 
-    applies_here = False
+    applies_here, undoes = False, True
     made = 1
     """Updates that the last step brought: with backup it may be none, or several."""
 
@@ -80,6 +79,8 @@ class PushSync(AllReduceSync):
         self.factors: dict[int, float] = {}
         """Slot -> what clipping multiplies its gradient with in the next step."""
         self.failed: Outcome | None = None
+        self.ahead: int | None = None
+        """The iteration of which parameters here have seen a step: see undone()."""
         self.arrivals = Arrivals(self.held, {name: p for name, p, _ in params}, self._waited)
         super().__init__(params, group, wire=PushWire(group, self.shared), **sizes)
         self.order = None
@@ -303,6 +304,18 @@ class PushSync(AllReduceSync):
         self.held.bring() if brings else self.held.gather()
         self._note_versions()
 
+    def undo(self, since: int) -> None:
+        if self.ahead == since:
+            self.held.void(since)
+            self.undone(since)
+
+    def undone(self, since: int) -> None:
+        if self.ahead == since:
+            self.held.follow()
+            self.held.pull()
+            self._note_versions()
+            self.ahead = None
+
     # -- the step --------------------------------------------------------------------------------------------------
 
     def squares(self, params: Iterable[Tensor]) -> tuple[float, bool]:
@@ -325,43 +338,33 @@ class PushSync(AllReduceSync):
         for slot in self._mine(params):
             self.factors[slot.index] = self.factors.get(slot.index, 1.0) * factor
 
-    def apply(self, optimizer: int, groups: Groups) -> Outcome:
+    def apply(self, optimizer: int, groups: Groups, since: int | None = None) -> Outcome:
         """The optimizer's step on the servers; these parameters have their new values when it returns Met, or when somebody looks."""
         self.arrivals.settle()
         if self.arrivals.never is not None:
             return self.arrivals.never
         self._upload_changes()
         self._bring(s for _, params in groups for s in self._mine(params) if s.param.grad is not None)
-        stepping: list[tuple[Recipe, float, list[str]]] = []
-        unused: list[str] = []
-        for recipe, params in groups:
-            factors: dict[float, list[str]] = {}
-            for slot in self._mine(params):
-                if slot.param.grad is not None:
-                    if not isinstance(slot.param.grad, OnServers):  # replaced since it met
-                        raise not_here(f"`{slot.name}`")
-                    factors.setdefault(self.factors.pop(slot.index, 1.0), []).append(slot.name)
-                elif slot.bucket is not None:
-                    unused.append(slot.name)
-            stepping += [(recipe, factor, names) for factor, names in factors.items()]
+        stepping, unused = by_factor(
+            [(recipe, self._mine(params)) for recipe, params in groups], self.factors
+        )
         hidden = not self.arrivals.why_not()
         began = time.perf_counter()
         try:
-            self.held.apply(optimizer, stepping, unused, values=not hidden)
+            self.held.apply(optimizer, stepping, unused, values=not hidden, since=since)
         except (LinkLost, PeerLost) as error:
             return lost(error)
         finally:
             self.wait_s += time.perf_counter() - began
-        numbers = {s.name: s.index for s in self.slots}
+        self.ahead, numbers = since, {s.name: s.index for s in self.slots}
         for _, factor, names in stepping:
             self.stepped.update((numbers[name], factor) for name in names if factor != 1.0)
         for _, params in groups:
             self.there.difference_update(s.index for s in self._mine(params))
         for index in [i for i, pushes in self.pushed.items() if all(p.done for _, _, p in pushes)]:
             del self.pushed[index]
-        self.changed |= (
-            self.pushed.keys()
-        )  # another optimizer's are still there, ours are used: pushed anew next time
+        # another optimizer's are still there, ours are used: pushed anew next time
+        self.changed |= self.pushed.keys()
         self.arrivals.stepped(hidden, self._note_versions)
         return Met()
 

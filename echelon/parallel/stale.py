@@ -43,7 +43,7 @@ class Note:
 class StaleSync(PushSync):
     """See GradSync. `clip_norm` is the strategy's: it is applied where the sum is."""
 
-    alone = False
+    undoes = alone = False
     """Every worker's part is an update by itself."""
 
     nonfinite: Rule = "pass"
@@ -98,7 +98,7 @@ class StaleSync(PushSync):
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def apply(self, optimizer: int, groups: Groups) -> Outcome:
+    def apply(self, optimizer: int, groups: Groups, since: int | None = None) -> Outcome:
         self._only(optimizer)
         self._upload_changes()
         began = time.perf_counter()
@@ -218,7 +218,7 @@ class FreeSync(StaleSync):
     def _brings(self) -> bool:
         return self.leads()
 
-    def apply(self, optimizer: int, groups: Groups) -> Outcome:
+    def apply(self, optimizer: int, groups: Groups, since: int | None = None) -> Outcome:
         if not self.filled:
             return Met()
         return super().apply(optimizer, groups)

@@ -31,7 +31,9 @@ class PreparedOptimizer:
         self.index = len(machine.optimizers)
         self.stepped, self.twice, self.applied = True, False, 0
         self._applied_before = 0
-        """Steps applied at the last snapshot: a pre-image is of use only if it is of that moment."""
+        """Steps applied at the last snapshot, or undone since: a pre-image is of use only if it is of that moment."""
+        self._kept_there = False
+        """The servers that run it can undo all that it stepped since."""
         self.syncs: list[GradSync] = []
         self.lr_factor: Callable[[int], float] | None = None
         """Multiplies the learning rate of step n (batch=per-worker); schedulers never see it."""
@@ -133,18 +135,33 @@ class PreparedOptimizer:
         if self.elsewhere:
             self.optimizer.state.clear()
 
+    @property
+    def moved(self) -> bool:
+        """It stepped since the last snapshot, and that was not undone."""
+        return self.applied != self._applied_before
+
     def keep_pre_image(self) -> None:
-        if self._pre_image.state is None and self.applied == self._applied_before:
+        if self.has_pre_image() or self.moved:
+            return
+        if self.elsewhere:
+            self._kept_there = True
+        else:
             self._pre_image.keep()
 
     def has_pre_image(self) -> bool:
-        return self._pre_image.state is not None
+        return self._kept_there or self._pre_image.state is not None
 
     def put_back(self) -> None:
+        """Its steps since the last snapshot did not happen, if it has a pre-image. What servers do about theirs: see away.undo."""
+        if self._kept_there:
+            self.optimizer.state.clear()  # what was fetched may be of a step that did not happen
+        if self.has_pre_image():
+            self._applied_before = self.applied
+        self._kept_there = False
         self._pre_image.put_back()
 
     def drop_pre_image(self) -> None:
-        self._applied_before = self.applied
+        self._applied_before, self._kept_there = self.applied, False
         self._pre_image.drop()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,9 +89,9 @@ class Copying:
         self.copies = copies
         self._verbs: dict[str, Callable[[Copy, Request], None]] = {
             "update": self._update,
-            "values": lambda copy, r: _overwrite(copy, r.tensors[0]),
+            "values": lambda copy, r: copy.shard.overwrite(r.tensors[0], str(r.peer)),
             "load": self._load,
-            "undo": lambda copy, r: copy.shard.undo(),
+            "undo": self._undo,
             "begin": lambda copy, r: copy.done.clear(),
         }
 
@@ -138,8 +138,7 @@ class Copying:
     def _fill(self, shard: int, request: Request) -> None:
         head = request.head
         copy = self.copies.make([tuple(r) for r in head["ranges"]], request.tensors[0])
-        copy.shard.restore(head["states"], request.tensors[1:])
-        copy.shard.updates = int(head["updates"])
+        copy.shard.restore(head, request.tensors)
         copy.updates.next = int(head["next"])
         copy.done = {int(rank): int(number) for rank, number in head["done"]}
         self.copies.held[shard, int(head["model"])] = copy
@@ -150,14 +149,27 @@ class Copying:
         sums: dict[int, Tensor] = {}
         for keys, tensor in zip(head["keys"], request.tensors, strict=True):
             sums |= copy.shard.split(keys, tensor, str(request.peer))
-        copy.shard.step(int(head["optimizer"]), groups, lambda key, _: sums[key])
+        copy.shard.step(int(head["optimizer"]), groups, lambda key, _: sums[key], since=since_of(head))
         copy.done.update((int(rank), int(number)) for rank, number in head["done"])
         copy.updates.next = int(head["next"])
         if copy.shard.updates != int(head["updates"]):
             raise WireError(f"update {head['updates']} came after {copy.shard.updates - 1}")
 
+    def _undo(self, copy: Copy, request: Request) -> None:
+        copy.shard.undo()
+        if copy.shard.updates != int(request.head["updates"]):
+            raise WireError(
+                f"the leader went back to update {request.head['updates']}, and this copy to {copy.shard.updates}"
+            )
+
     def _load(self, copy: Copy, request: Request) -> None:
         copy.shard.load(*loaded(request))
+
+
+def since_of(head: Mapping[str, Any]) -> int | None:
+    """The iteration that an update belongs to, if it names one: see Shard.step."""
+    since = head.get("since")
+    return None if since is None else int(since)
 
 
 def loaded(request: Request) -> tuple[int, dict[int, Recipe], Any, list[Tensor]]:
@@ -165,7 +177,3 @@ def loaded(request: Request) -> tuple[int, dict[int, Recipe], Any, list[Tensor]]
     head = request.head
     recipes = {key: Recipe.from_plain(plain) for plain, keys in head["recipes"] for key in keys}
     return int(head["optimizer"]), recipes, head["state"], request.tensors
-
-
-def _overwrite(copy: Copy, values: Tensor) -> None:
-    copy.shard.memory.copy_(values)

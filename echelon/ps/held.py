@@ -257,9 +257,11 @@ class Held:
         groups: Sequence[tuple[Recipe, float, Sequence[str]]],
         unused: Sequence[str],
         values: bool = True,
+        since: int | None = None,
     ) -> None:
         """The optimizer's step on the servers, with each group's factor times the gradient; the parameters are the new ones when
-        it returns, or without `values` as they were: see ask(). Every worker calls it."""
+        it returns, or without `values` as they were: see ask(). `since` names the iteration, where several steps make one: see void().
+        Every worker calls it."""
         number = self.servers.number(self.model)
         skip = self.keys(unused)
         keyed = [(recipe.to_plain(), factor, self.keys(names)) for recipe, factor, names in groups]
@@ -269,10 +271,18 @@ class Held:
                 "model": self.model, "number": number, "optimizer": optimizer, "unused": skip[index],
                 "groups": [[plain, factor, keys[index]] for plain, factor, keys in keyed],
             }  # fmt: skip
+            if since is not None:
+                head["since"] = since
             pendings.append(link.call("train.apply", head, out=[self.pulled[index]] if values else None))
         self.servers.wait(pendings, "the servers' step", sum(x.nbytes for x in self.pulled) if values else 0)
         if values:
             self.swap_in()
+
+    def void(self, since: int) -> None:
+        """The steps of this iteration did not happen. Every worker calls it; what the servers have then is to be pulled."""
+        head = {"model": self.model, "since": since}
+        calls = [link.call("train.void", head) for link in self.servers.links]
+        self.servers.wait(calls, "a lost iteration to be undone")
 
     # -- values that come later ------------------------------------------------------------------------------------
 

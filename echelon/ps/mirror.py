@@ -86,11 +86,12 @@ class Mirror:
         groups: Groups,
         gradient: Gradient,
         into: Sequence[Tensor] = (),
+        since: int | None = None,
     ) -> None:
-        """One update of the shard, here and there; `into` as in Shard.step."""
+        """One update of the shard, here and there; `into` and `since` as in Shard.step."""
         shard, link = copy.shard, self.link if model in self._filled else None
         if link is None:
-            shard.step(optimizer, groups, gradient, into)
+            shard.step(optimizer, groups, gradient, into, since)
             copy.done.update(done)
             return
         keys: dict[torch.dtype, list[int]] = {}
@@ -101,7 +102,7 @@ class Mirror:
             rooms = {dtype: self._room(link, model, shard, dtype) for dtype in keys}
         except EchelonError as error:  # the partner was killed a moment ago
             self._do_without(error)
-            shard.step(optimizer, groups, gradient, into)
+            shard.step(optimizer, groups, gradient, into, since)
             copy.done.update(done)
             return
         sums: dict[int, Tensor] = {}
@@ -120,8 +121,10 @@ class Mirror:
             "optimizer": optimizer, "groups": [[r.to_plain(), factor, list(k)] for r, factor, k in groups],
             "keys": list(keys.values()), "updates": shard.updates + 1, "done": list(done.items()), "next": following,
         }  # fmt: skip
+        if since is not None:
+            head["since"] = since
         sent = self._send("update", model, head, flats)
-        shard.step(optimizer, groups, lambda key, _: sums[key], into)
+        shard.step(optimizer, groups, lambda key, _: sums[key], into, since)
         copy.done.update(done)
         self.wait([sent])
 
@@ -242,12 +245,10 @@ class Mirror:
 
     def _fill(self, link: Link, model: int, copy: Copy) -> Pending:
         """Called with the model's lock held."""
-        shard = copy.shard
-        states, tensors = shard.snapshot()
-        payload = [shard.memory, *tensors]
+        told, payload = copy.shard.snapshot()
         head = {
-            "shard": self.shard, "epoch": self.epoch, "model": model, "ranges": [list(r) for r in shard.spec], "states": states,
-            "updates": shard.updates, "next": copy.updates.next, "done": list(copy.done.items()),
+            "shard": self.shard, "epoch": self.epoch, "model": model, **told, "next": copy.updates.next,
+            "done": list(copy.done.items()),
         }  # fmt: skip
         sent = link.call("copy.fill", head, payload if link.local else [x.clone() for x in payload])
         self._filled.add(model)

@@ -12,7 +12,8 @@ train.values   a worker changed values itself
 train.state    the optimizer's state of some ranges
 train.load     … and back
 train.enter    a worker is in this term: told once all are. What was pushed and not used is void
-train.settle   all workers know what every server has: an update that some servers lack did not happen
+train.settle   all workers know what every server has: an update that some servers lack did not happen, nor did a lost iteration's
+train.void     an iteration of which an update was made is lost on every worker: it did not happen
 train.lead     this server leads a shard from now on: the one that did is gone
 
 Calls name the shard that they are about. A call that comes a second time, because the server that had answered or should have answered it
@@ -26,15 +27,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from echelon import activity
 from echelon.control.roster import partner
-from echelon.errors import EchelonError, PeerLost, UsageError, WorldError
-from echelon.ps import looking
+from echelon.errors import EchelonError, PeerLost, UsageError
+from echelon.ps import looking, undoing
 from echelon.ps.adding import add_up, rooms
-from echelon.ps.copies import Copies, Copy, loaded
+from echelon.ps.copies import Copies, Copy, loaded, since_of
 from echelon.ps.judge import Reporter
 from echelon.ps.mirror import Mirror, Site
 from echelon.ps.recipes import Recipe
@@ -69,7 +69,7 @@ class Training:
             name: getattr(self, f"_{name}")
             for name in (
                 "sum", "open", "push", "back", "squares", "apply", "step", "values", "pull", "state", "load",
-                "enter", "settle", "lead",
+                "enter", "settle", "void", "lead",
             )
         }  # fmt: skip
 
@@ -128,8 +128,7 @@ class Training:
             self._entered[request.peer.rank] = (term, request.peer.incarnation)
         all_of_them = self.together.add(("enter", term, shard), request)
         for one in all_of_them or ():
-            held = self.copies.of_shard(shard)
-            one.answer({"updates": {str(model): copy.shard.updates for model, copy in held.items()}})
+            one.answer(undoing.standing(self.copies.of_shard(shard)))
 
     def _begin(self, term: int) -> None:
         void = f"term {term} of the run has begun: what was under way is void"
@@ -150,19 +149,26 @@ class Training:
             carry_out(all_of_them, lambda: self._go_back(all_of_them))
 
     def _go_back(self, requests: list[Request]) -> None:
-        number = self.copies.shard_of(requests[0])
-        for model, updates in requests[0].head["updates"].items():
-            copy = self.copies.held[number, int(model)]
+        shard, targets = self.copies.shard_of(requests[0]), requests[0].head["updates"]
+        for model, updates in targets.items():
+            copy = self.copies.held[shard, int(model)]
             with copy.lock:
-                if copy.shard.updates == int(updates) + 1:
-                    copy.shard.undo()
-                    self._mirrored(number, "undo", int(model))
-                elif copy.shard.updates != int(updates):
-                    raise WorldError(
-                        f"shard {number} is at update {copy.shard.updates} of model {model}, others at {updates}"
-                    )
+                if undoing.needed(copy, int(updates), f"shard {shard} of model {model}"):
+                    self._undo(shard, int(model), copy)
         for one in requests:
             one.answer()
+
+    def _void(self, request: Request) -> None:
+        """Whoever comes first undoes it. None can be late: the iteration's next update needs every worker, after this."""
+        copy, since = self.copies.of(request), int(request.head["since"])
+        with copy.lock:
+            if copy.shard.open is not None and copy.shard.open[0] == since:
+                self._undo(self.copies.shard_of(request), int(request.head["model"]), copy)
+        request.answer()
+
+    def _undo(self, shard: int, model: int, copy: Copy) -> None:
+        copy.shard.undo()
+        self._mirrored(shard, "undo", model, {"updates": copy.shard.updates})
 
     def _lead(self, request: Request) -> None:
         shard = int(request.head["shard"])
@@ -282,13 +288,13 @@ class Training:
         groups = [(Recipe.from_plain(recipe), float(factor), keys) for recipe, factor, keys in head["groups"]]
         shard.check(key for _, _, keys in groups for key in keys)
         into = rooms(requests, shard.memory.nbytes)
-        self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.parts, into)
+        self._update(copy, requests, 1, int(head["optimizer"]), groups, shard.parts, into, since_of(head))
         shard.used([*(key for _, _, keys in groups for key in keys), *head["unused"]])
         for at, one in enumerate(requests):
             one.answer({"updates": shard.updates}, [into[at]] if into else copy.values_for(one))
 
     def _update(self, copy: Copy, requests: list[Request], following: int, *update: Any) -> None:
-        """Here and on the partner: optimizer, groups, the gradient of a key, where the new values go."""
+        """Here and on the partner: what Shard.step is given."""
         done = {one.peer.rank: int(one.head["number"]) for one in requests}
         mirror = self.mirrors.get(self.copies.shard_of(requests[0]))
         if mirror is None:
@@ -359,14 +365,9 @@ class Training:
         return all_of_them
 
     def _values(self, request: Request) -> None:
-        copy, values = self.copies.of(request), request.tensors[0]
-        memory = copy.shard.memory
-        if values.dtype != torch.uint8 or values.shape != memory.shape:
-            raise UsageError(
-                f"{request.peer} brought {values.nbytes} bytes of {values.dtype} as values: they are {memory.numel()} bytes"
-            )
+        copy = self.copies.of(request)
         with copy.lock:
-            copy.shard.memory.copy_(values)
+            copy.shard.overwrite(request.tensors[0], str(request.peer))
             self._mirrored(
                 self.copies.shard_of(request), "values", int(request.head["model"]), {}, copy.shard.memory
             )

@@ -2,7 +2,8 @@
 
 A push is provisional: it counts when its optimizer steps, and can be taken back until then. Sums are taken in the order of
 ranks. Where other servers hold the rest of the model, the version before the last update stays beside it, so that an update
-that did not happen everywhere can be undone. Not for two threads at once.
+that did not happen everywhere can be undone; and that before an iteration's first one, where several make an iteration
+(before.py). Not for two threads at once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from echelon.errors import EchelonError, UsageError, WireError
 from echelon.native import spread, update
+from echelon.ps.before import Before, told_of, untold, views
 from echelon.ps.optimizers import Range
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Gradient = Callable[[int, Tensor | None], Tensor | Sequence[Tensor]]
 """Key, and memory that may be used for it -> its gradient, or the parts whose sum it is, in this order."""
 
@@ -44,34 +45,6 @@ class Arrived:
     by_key: dict[int, int] = field(default_factory=dict)
 
 
-class Before:
-    """The version before the last update, in memory of its own: the two take turns, at no more memory traffic."""
-
-    def __init__(self, memory: Tensor, spec: Sequence[Sequence[Any]]) -> None:
-        self.memory, self.values = memory, _views(spec, memory)
-        self.spare: dict[tuple[int, int], Range] = {}
-        self.last: tuple[tuple[int, int], ...] | None = None
-        """What the last update changed; None when there is nothing to go back to."""
-
-    def room(self, optimizer: int, key: int, recipe: Recipe) -> Range:
-        found = self.spare.get((optimizer, key))
-        if found is None:
-            return Range(recipe, self.values[key])
-        found.param = self.values[key]
-        return found
-
-
-def _views(spec: Sequence[Sequence[Any]], memory: Tensor) -> dict[int, Tensor]:
-    found = {}
-    for key, offset, numel, dtype in spec:
-        kind = DTYPES.get(dtype)
-        there = kind is not None and offset >= 0 and not offset % 64 and numel >= 0
-        if kind is None or not there or offset + numel * kind.itemsize > memory.numel():
-            raise UsageError(f"range {key} of {numel} {dtype} at byte {offset} cannot be held here")
-        found[key] = memory[offset : offset + numel * kind.itemsize].view(kind)
-    return found
-
-
 class Shard:
     """`ranges` are [key, offset in bytes, elements, type]. The memory starts with rank 0's values."""
 
@@ -80,7 +53,7 @@ class Shard:
     ) -> None:
         self.spec = [tuple(r) for r in ranges]
         self.memory = memory.clone()
-        self.values = _views(self.spec, self.memory)
+        self.values = views(self.spec, self.memory)
         self.offsets = {int(key): int(offset) for key, offset, _, _ in self.spec}
         self.before = Before(torch.zeros_like(memory), self.spec) if keeps else None
         self.arrived = [Arrived() for _ in range(num_workers)]
@@ -93,7 +66,7 @@ class Shard:
 
     def views(self, memory: Tensor) -> dict[int, Tensor]:
         """The ranges in another memory that is laid out like this one."""
-        return _views(self.spec, memory)
+        return views(self.spec, memory)
 
     # -- what workers push -----------------------------------------------------------------------------------------
 
@@ -227,21 +200,29 @@ class Shard:
         groups: Sequence[tuple[Recipe, float, Sequence[int]]],
         gradient: Gradient,
         into: Sequence[Tensor] = (),
+        since: int | None = None,
     ) -> None:
         """One update: of each group on its keys, with the group's factor times the gradient. One that fails leaves everything as it was, if
-        the version before is kept. `into` are memories like this one, as bytes: they have all values once it is done."""
+        the version before is kept and it is its iteration's first. `into` are memories like this one, as bytes: they have all values once it
+        is done. `since` names the iteration of which it is a part, if undo() is to go back to where that began."""
+        if since is not None and self.before is None:
+            self.before = Before(torch.zeros_like(self.memory), self.spec)
         before, stepped, keys_now = self.before, {}, set()
+        opens = before is not None and before.opens(since)
         for recipe, factor, keys in groups:
             for key in keys:
-                held = self._range(optimizer, key, recipe)
-                after = before.room(optimizer, key, recipe) if before is not None else None
+                held, after = self._range(optimizer, key, recipe), None
+                if before is not None and opens:
+                    after = stepped[optimizer, key] = before.room(optimizer, key, recipe)
+                elif before is not None:
+                    before.save((optimizer, key), held)
                 copies = [(memory, self.offsets[key]) for memory in into]
                 held.apply(gradient(key, None), scale=factor, numbers=recipe, out=after, copies=copies)
                 keys_now.add(key)
-                if after is not None:
-                    stepped[optimizer, key] = after
-        if before is not None:
-            self._turn(before, stepped)
+        if before is not None and opens:
+            self._turn(before, stepped, since)
+        elif before is not None:
+            before.updates += 1
         self._fill(into, [key for key in self.values if key not in keys_now])
         self.updates += 1
 
@@ -251,33 +232,35 @@ class Shard:
             for memory in into:
                 spread.copy(memory[at : at + value.nbytes], value)
 
-    def _turn(self, before: Before, stepped: dict[tuple[int, int], Range]) -> None:
+    def _turn(self, before: Before, stepped: dict[tuple[int, int], Range], since: int | None) -> None:
         """What was written beside is the version that counts now, and the other way round."""
         keys = {key for _, key in stepped}
         for key, value in self.values.items():
             if key not in keys:
                 before.values[key].copy_(value)
-        before.spare.update({at: self.ranges[at] for at in stepped})
-        before.last = tuple(stepped)
+        before.opened(since, stepped, self.ranges)
         self.ranges.update(stepped)
+        self._swap(before)
+
+    def _swap(self, before: Before) -> None:
         self.memory, before.memory = before.memory, self.memory
         self.values, before.values = before.values, self.values
         for (_, key), held in self.ranges.items():
             held.param = self.values[key]
 
     def undo(self) -> None:
-        """The last update did not happen."""
+        """The last update did not happen, nor did others of its iteration, if it named one."""
         before = self.before
-        if before is None or before.last is None:
+        if before is None:
             raise UsageError("the version before the last update is not kept here")
-        for at in before.last:
-            self.ranges[at], before.spare[at] = before.spare[at], self.ranges[at]
-        before.last = None
-        self.memory, before.memory = before.memory, self.memory
-        self.values, before.values = before.values, self.values
-        for (_, key), held in self.ranges.items():
-            held.param = self.values[key]
-        self.updates -= 1
+        self.updates -= before.put_back(self.ranges)
+        self._swap(before)
+
+    @property
+    def open(self) -> tuple[int, int] | None:
+        """The iteration that can be undone, and how many updates it has so far; None where updates name none."""
+        before = self.before
+        return (before.since, before.updates) if before is not None and before.since is not None else None
 
     def forget_pushes(self, error: EchelonError) -> None:
         """What was pushed and not used is void: whoever pushed it is told why."""
@@ -301,6 +284,14 @@ class Shard:
                 if key in mine.parts:
                     self._used(rank, key)
 
+    def overwrite(self, values: Tensor, whose: str) -> None:
+        """All values, as bytes. What undo() goes back to stays as it is."""
+        if values.dtype != torch.uint8 or values.shape != self.memory.shape:
+            raise UsageError(
+                f"{whose} brought {values.nbytes} bytes of {values.dtype} as values: they are {self.memory.numel()} bytes"
+            )
+        self.memory.copy_(values)
+
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state(self, optimizer: int, keys: Sequence[int]) -> tuple[list[list[Any]], list[Tensor]]:
@@ -315,23 +306,22 @@ class Shard:
             tensors += arrays.values()
         return told, tensors
 
-    def snapshot(self) -> tuple[list[list[Any]], list[Tensor]]:
-        """Every optimizer's state: [optimizer, key, recipe, steps, names], and the arrays of those names."""
-        told: list[list[Any]] = []
-        tensors: list[Tensor] = []
-        for (optimizer, key), held in self.ranges.items():
-            told.append([optimizer, key, held.recipe.to_plain(), held.step, list(held.arrays)])
-            tensors += held.arrays.values()
-        return told, tensors
+    def snapshot(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """All that a copy of this needs, its values and every optimizer's state: what is told of them, and the tensors."""
+        states, tensors = told_of(self.ranges)
+        before = self.before.snapshot() if self.before is not None else None
+        head = {"ranges": [list(r) for r in self.spec], "states": states, "updates": self.updates}
+        if before is None:
+            return head, [self.memory, *tensors]
+        return {**head, "before": before[0]}, [self.memory, *tensors, *before[1]]
 
-    def restore(self, told: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> None:
-        """What snapshot() gave; copies it."""
-        arrays = iter(tensors)
-        for optimizer, key, recipe, steps, names in told:
-            held = Range(Recipe.from_plain(recipe), self.values[key])
-            held.arrays = {name: next(arrays).clone() for name in names}
-            held.step = int(steps)
-            self.ranges[optimizer, key] = held
+    def restore(self, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """The rest of what snapshot() gave, into a shard that was made with its memory; copies it."""
+        rest = iter(tensors[1:])
+        self.ranges = untold(head["states"], rest, self.values)
+        self.updates = int(head["updates"])
+        if self.before is not None and "before" in head:
+            self.before.restore(head["before"], rest)
 
     def load(
         self,

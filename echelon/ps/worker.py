@@ -11,6 +11,7 @@ from echelon.clock import Deadline
 from echelon.comm.group import Lost, Met, Outcome
 from echelon.control.member import Member
 from echelon.errors import EchelonError, Late, LinkLost, PeerLost
+from echelon.ps import undoing
 from echelon.ps.link import Link
 from echelon.ps.pending import Answered, Reply
 from echelon.ps.pretend import Pretending
@@ -111,16 +112,17 @@ class Servers:
         """Nothing that is asked of the servers counts, and nothing reaches them: until pretend(False)."""
         self.links = [Pretending(way) for way in self.ways] if so else list(self.ways)
 
-    def enter(self, term: int, look: Callable[[], None] = lambda: None) -> None:
+    def enter(self, term: int, look: Callable[[], None] = lambda: None, void: int | None = None) -> None:
         """All workers of this term call it; it returns when all did. What was pushed and not used is void, an update that some servers
-        lack did not happen, and operations are counted anew. The values on the servers are not to be relied on: see Held.bring().
-        `look` is called now and then meanwhile: it raises if somebody of this term is gone. Raises LinkLost, PeerLost."""
+        lack did not happen, nor did any of the iteration `void`, and operations are counted anew. The values on the servers are not to be
+        relied on: see Held.bring(). `look` is called now and then meanwhile: it raises if somebody of this term is gone. Raises LinkLost,
+        PeerLost."""
         for way in self.ways:
             if isinstance(way, Route):
                 way.renew()
         said = [way.call("train.enter", {"term": term}) for way in self.ways]
-        found = [reply.head["updates"] for reply in self._watched(said, f"all workers in term {term}", look)]
-        agreed = {model: min(updates[model] for updates in found) for model in found[0]}
+        told = [reply.head for reply in self._watched(said, f"all workers in term {term}", look)]
+        agreed = undoing.targets(told, void)
         said = [way.call("train.settle", {"updates": agreed}) for way in self.ways]
         self._watched(said, "servers to agree", look)
         with self._lock:

@@ -146,6 +146,7 @@ def brew(name):
     if name.endswith("gan"):
         faults.lose(step=2, optimizer=1)
         faults.lose(step=6, optimizer=1)
+        faults.lose(step=6, optimizer=1)  # and again, when its batches have come again
 
 
 def main():

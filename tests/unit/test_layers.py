@@ -139,6 +139,7 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.tables",
     "echelon.ps.client",
     "echelon.ps.together",
+    "echelon.ps.before",
     "echelon.ps.shard",
     "echelon.ps.session",
     "echelon.ps.shared",
