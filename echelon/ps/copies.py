@@ -81,8 +81,8 @@ class Copies:
 class Copying:
     """The service that a leader calls (service.Service): every change of a shard, in order, over one connection.
 
-    A change that lies in shared memory is acknowledged when it is here, and made before the next one is read: so the memory
-    that it lies in is free once the one after it is acknowledged.
+    An update that lies in shared memory of which two take turns is acknowledged when it is here, and made before the next one is read:
+    so the memory that it lies in is free once the one after it is acknowledged.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -120,7 +120,7 @@ class Copying:
         act = self._verbs.get(request.verb)
         if act is None:
             raise UsageError(f"servers do not offer each other {request.verb}")
-        early = request.lasting
+        early = request.lasting and bool(request.head.get("turns"))
         if early:
             request.answer()
         try:

@@ -119,6 +119,7 @@ class Mirror:
         head = {
             "optimizer": optimizer, "groups": [[r.to_plain(), factor, list(k)] for r, factor, k in groups],
             "keys": list(keys.values()), "updates": shard.updates + 1, "done": list(done.items()), "next": following,
+            "turns": self.whole,
         }  # fmt: skip
         sent = self._send("update", model, head, flats)
         shard.step(optimizer, groups, lambda key, _: sums[key], into)
