@@ -57,7 +57,7 @@ class Mirror:
         self._filled: set[int] = set()
         self._last: Pending | None = None
         self._rooms: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._noting, self._sending = threading.Lock(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         if not there:
             self._refill_later()
@@ -131,6 +131,15 @@ class Mirror:
         if self.link is not None and model in self._filled:
             self.wait([self._send(verb, model, head, [x if self.link.local else x.clone() for x in tensors])])
 
+    def note(self, record: dict[str, Any]) -> None:
+        """What this server decided beside the models' updates: the newest replaces what was noted before. Returns when the partner has
+        it, as tell() does."""
+        with self._noting:
+            _, before = self.copies.notes[self.shard][0] if self.shard in self.copies.notes else (0, 0)
+            number = before + 1
+            self.copies.note(self.shard, (self.epoch, number), record)
+            self.wait([self._send("note", 0, {"number": number, "record": record}, ())])
+
     def wait(self, sent: Sequence[Pending | None]) -> None:
         """Until the partner has it; while it is being filled, nobody waits for it. Raises PeerLost if this server does not lead any
         more."""
@@ -158,8 +167,9 @@ class Mirror:
         if link is None:
             return None
         try:
-            self._last = link.call(f"copy.{verb}", about, list(tensors))
-            return self._last
+            with self._sending:  # so that the last is the last
+                self._last = sent = link.call(f"copy.{verb}", about, list(tensors))
+            return sent
         except EchelonError as error:
             self._do_without(error)
             return None
@@ -210,6 +220,10 @@ class Mirror:
                 for model, copy in self.copies.of_shard(self.shard).items():
                     with copy.lock:
                         sent.append(self._fill(link, model, copy))
+                if self.shard in self.copies.notes:  # what is noted from now on goes over this link by itself
+                    (_, number), record = self.copies.notes[self.shard]
+                    about = {"shard": self.shard, "epoch": self.epoch}
+                    sent.append(link.call("copy.note", {**about, "number": number, "record": record}))
                 for pending in sent:
                     pending.wait(Deadline.after(FIRST_S))
             except EchelonError:
@@ -223,7 +237,7 @@ class Mirror:
 
     def _whole_now(self) -> None:
         """From now on workers wait for the partner. What they were told before that, it has."""
-        with contextlib.ExitStack() as all_models:
+        with self._noting, contextlib.ExitStack() as all_models:
             for copy in self.copies.of_shard(self.shard).values():
                 all_models.enter_context(copy.lock)
             try:
@@ -245,10 +259,13 @@ class Mirror:
         """Called with the model's lock held."""
         shard = copy.shard
         states, tensors = shard.snapshot()
+        held = [[worker, part, list(mine)] for (worker, _), (part, mine) in copy.held.items()]
+        tensors += [x for _, mine in copy.held.values() for x in mine.values()]
         payload = [shard.memory, *tensors]
         head = {
             "shard": self.shard, "epoch": self.epoch, "model": model, "ranges": [list(r) for r in shard.spec], "states": states,
             "updates": shard.updates, "next": copy.updates.next, "done": list(copy.done.items()),
+            "held": held, "not_made": list(copy.not_made.items()),
         }  # fmt: skip
         sent = link.call("copy.fill", head, payload if link.local else [x.clone() for x in payload])
         self._filled.add(model)
