@@ -33,11 +33,6 @@ def dealt(strategy: Strategy) -> None:
         "aggregate=r takes the first r parts; backup=b the first of all workers but b. Name one.",
     )
     _need(
-        not strategy.first_parts or strategy.replicas < 1,
-        "replicas=1 with backup or aggregate: nobody has a copy of what the first server decides",
-        "Leave replicas out, or use update=async.",
-    )
-    _need(
         not strategy.dealt or strategy.compress == "none",
         f"compress={strategy.compress} with backup: servers take gradients as they are",
         "Leave compress out.",
@@ -184,7 +179,7 @@ def whole(strategy: Strategy) -> None:
     )
     _need(
         strategy.replicas < 1 or strategy.servers_hold,
-        "replicas=1 goes with ps where servers hold something: apply=server, update=bounded or async",
+        "replicas=1 goes with ps where servers hold something: apply=server, update=bounded or async, backup or aggregate",
         "With apply=worker every worker has everything, and servers only sum.",
     )
     _need(

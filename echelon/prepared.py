@@ -260,6 +260,7 @@ class Prepared:
             self._one_model()
             sync.count = self._samples
             sync.on_dropped = self._dropped
+            sync.desk = self.apart.desk if self.apart is not None else sync.desk
         self._owned |= params
         self.machine.syncs.append(sync)
         if self.strategy.nonfinite == "refuse" and sync.applies_here and not sync.group.local:

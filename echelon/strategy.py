@@ -272,12 +272,12 @@ class Strategy:
     @property
     def servers_hold(self) -> bool:
         """Weights and optimizer state lie on parameter servers."""
-        return self.form == "ps" and (self.apply == "server" or self.update in ("bounded", "async"))
+        return self.form == "ps" and (self.apply == "server" or self.update == "bounded" or self.dealt)
 
     def copies(self, num_servers: int) -> int:
         """How many copies there are of what each server holds."""
         wanted = self.replicas if self.replicas >= 0 else 1
-        return wanted if self.servers_hold and num_servers > 1 and not self.first_parts else 0
+        return wanted if self.servers_hold and num_servers > 1 else 0
 
     def __str__(self) -> str:
         rest = [f"{k}={spell(v)}" for k, v in self.changed().items() if k != "form"]

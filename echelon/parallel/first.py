@@ -51,6 +51,8 @@ class FirstSync(FreeSync):
         self.count: Callable[[], int] = lambda: 1
         """Samples in the part that is about to leave."""
         self.on_dropped: Callable[[], None] = lambda: None
+        self.desk = Desk(servers)
+        """The run's own, where there is one: it tells a server that takes over what this worker has."""
         self._asks = {"model": model, "backup": need.backup, "aggregate": need.aggregate}
 
     def _about(self) -> dict[str, Any]:
@@ -78,8 +80,10 @@ class FirstSync(FreeSync):
             **self._asks, "number": number, "version": self.version, "count": self.count(), "pieces": self.pieces(),
             "stop": self.stop_wanted(),
         }  # fmt: skip
-        asked = Desk(servers).link.call("deal.part", head)  # which comes behind its part there
-        _, reply = servers.wait([calls[0], asked], "the first parts of a step")
+        self.desk.question = {key: head[key] for key in ("model", "number", "pieces")}
+        reply = self.desk.ask("deal.part", head, what="the first parts of a step")  # behind its part there
+        self.desk.question = {}
+        servers.wait(calls[:1], "the first server to hold a part")
         if reply.head["used"] is False:
             self.on_dropped()
         self.stop_seen = self.stop_seen or bool(reply.head["stop"])
@@ -103,9 +107,8 @@ class FirstSync(FreeSync):
         self.version = int(told["version"])
 
     def _newest(self, begins: bool) -> None:
-        servers = self.held.servers
         head = {**self._asks, "version": self.version, "begins": begins}
-        (reply,) = servers.wait([Desk(servers).link.call("deal.catch_up", head)], "the newest version")
+        reply = self.desk.ask("deal.catch_up", head, what="the newest version")
         self._fold(reply.head)
         self._note_versions()
 

@@ -13,10 +13,16 @@ from echelon.errors import PeerLost, UsageError, WireError
 from echelon.ps.recipes import Recipe
 from echelon.ps.service import Peer, Request
 from echelon.ps.shard import Shard
-from echelon.ps.steps import Updates
+from echelon.ps.steps import Updates, parts_from
 from echelon.ps.together import sense
 
 NAME = "copy"
+
+KEPT = 256
+"""Of the last updates that moved nothing."""
+
+Part = tuple[dict[str, Any], dict[int, Tensor]]
+"""What a worker said of its part of an update, and its gradients by key."""
 
 
 @dataclass
@@ -30,6 +36,25 @@ class Copy:
     """Worker -> the number of its last operation that an update here has in it: asked for again, it is answered and not done again."""
     broken: str = ""
     """Why a copy is of no use: something failed on the way."""
+    held: dict[tuple[int, int], Part] = field(default_factory=dict)
+    """(Worker, number) -> a part that waits until it is known whether it counts (parts.py)."""
+    not_made: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Version -> what workers are told, of the last of those updates that moved nothing."""
+
+    def hold(self, worker: int, head: dict[str, Any], gradients: Mapping[int, Tensor]) -> None:
+        """Copies them."""
+        mine = {key: x.clone() for key, x in gradients.items()}
+        self.held[worker, int(head["number"])] = (dict(head), mine)
+
+    def let_go(self) -> None:
+        """Parts of an older version than this can never count."""
+        newest = self.shard.updates
+        self.held = {at: part for at, part in self.held.items() if int(part[0]["version"]) >= newest}
+
+    def passed_over(self, version: int, told: dict[str, Any]) -> None:
+        self.not_made[version] = told
+        for old in list(self.not_made)[:-KEPT]:
+            del self.not_made[old]
 
     def values_for(self, request: Request) -> list[Tensor]:
         """All values, for a worker that has room for them and does not pull them afterwards."""
@@ -47,6 +72,14 @@ class Copies:
         """Shard -> the epoch since which it is led here."""
         self.following: dict[int, int] = {}
         """Shard -> the epoch of the leader whose copy this is."""
+        self.notes: dict[int, tuple[tuple[int, int], dict[str, Any]]] = {}
+        """Shard -> what its leader decided beside the models' updates (noting.py), with the leader's epoch and its number."""
+
+    def note(self, shard: int, at: tuple[int, int], record: dict[str, Any]) -> None:
+        """The newest replaces the one before, in whichever order they come."""
+        with self.lock:
+            if shard not in self.notes or self.notes[shard][0] < at:
+                self.notes[shard] = (at, record)
 
     def of(self, request: Request) -> Copy:
         """What a worker's call is about."""
@@ -81,8 +114,8 @@ class Copies:
 class Copying:
     """The service that a leader calls (service.Service): every change of a shard, in order, over one connection.
 
-    A change that lies in shared memory is acknowledged when it is here, and made before the next one is read: so the memory
-    that it lies in is free once the one after it is acknowledged.
+    An update that lies in shared memory of which two take turns is acknowledged when it is here, and made before the next one is read:
+    so the memory that it lies in is free once the one after it is acknowledged.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -93,6 +126,8 @@ class Copying:
             "load": self._load,
             "undo": self._undo,
             "begin": lambda copy, r: copy.done.clear(),
+            "hold": _hold,
+            "pass": lambda copy, r: copy.passed_over(int(r.head["version"]), dict(r.head["told"])),
         }
 
     def called(self, request: Request) -> None:
@@ -110,8 +145,11 @@ class Copying:
             if epoch < known or shard in self.copies.leading:
                 raise PeerLost(f"{request.peer} does not lead shard {shard} any more")
             self.copies.following[shard] = epoch
-        if request.verb == "fill":
-            self._fill(shard, request)
+        if request.verb in ("fill", "note"):
+            if request.verb == "fill":
+                self._fill(shard, request)
+            else:
+                self.copies.note(shard, (epoch, int(request.head["number"])), dict(request.head["record"]))
             request.answer()
             return
         copy = self.copies.held.get((shard, int(request.head["model"])))
@@ -120,7 +158,7 @@ class Copying:
         act = self._verbs.get(request.verb)
         if act is None:
             raise UsageError(f"servers do not offer each other {request.verb}")
-        early = request.lasting
+        early = request.lasting and bool(request.head.get("turns"))
         if early:
             request.answer()
         try:
@@ -138,7 +176,12 @@ class Copying:
     def _fill(self, shard: int, request: Request) -> None:
         head = request.head
         copy = self.copies.make([tuple(r) for r in head["ranges"]], request.tensors[0])
-        copy.shard.restore(head, request.tensors)
+        num_own = len(request.tensors) - sum(len(keys) for *_, keys in head["held"])
+        copy.shard.restore(head, request.tensors[:num_own])
+        gradients = iter(request.tensors[num_own:])
+        for worker, part, keys in head["held"]:
+            copy.hold(int(worker), part, {int(key): next(gradients) for key in keys})
+        copy.not_made = {int(version): dict(told) for version, told in head["not_made"]}
         copy.updates.next = int(head["next"])
         copy.done = {int(rank): int(number) for rank, number in head["done"]}
         self.copies.held[shard, int(head["model"])] = copy
@@ -152,6 +195,7 @@ class Copying:
         copy.shard.step(int(head["optimizer"]), groups, lambda key, _: sums[key], since=since_of(head))
         copy.done.update((int(rank), int(number)) for rank, number in head["done"])
         copy.updates.next = int(head["next"])
+        copy.let_go()
         if copy.shard.updates != int(head["updates"]):
             raise WireError(f"update {head['updates']} came after {copy.shard.updates - 1}")
 
@@ -177,3 +221,8 @@ def loaded(request: Request) -> tuple[int, dict[int, Recipe], Any, list[Tensor]]
     head = request.head
     recipes = {key: Recipe.from_plain(plain) for plain, keys in head["recipes"] for key in keys}
     return int(head["optimizer"]), recipes, head["state"], request.tensors
+
+
+def _hold(copy: Copy, request: Request) -> None:
+    part = dict(request.head["part"])
+    copy.hold(int(request.head["worker"]), part, parts_from(copy.shard, part["keys"], request))

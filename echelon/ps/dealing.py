@@ -9,25 +9,27 @@ deal.state   which pieces of an epoch are done, for a checkpoint; deal.states: o
 deal.part    a part that all servers hold: answered when its worker may go on, with the updates that were made (deciding.py)
 deal.catch_up  the same without a part
 deal.hello   is this the server that deals now?
-deal.rejoin  what a worker knows of epochs and meetings, told to a server that deals in place of one that is gone
+deal.rejoin  what a worker has, told to a server that deals in place of one that is gone
 deal.meet    every worker's bytes to every worker; answered once all that are still there have come
 
-A worker whose connection ends is gone: its pieces wait again, and nobody waits for it.
+A worker whose connection ends is gone: its pieces wait again, and nobody waits for it. What this server dealt and decided is with its
+copy before anybody is told of it (noting.py): whoever leads the first shard after it goes on from there, and does not wait until all
+workers have come.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from echelon import activity
 from echelon.errors import UsageError
+from echelon.ps.assembly import Answers, Assembly
 from echelon.ps.deciding import Answer, Decider
-from echelon.ps.pieces import Pieces
+from echelon.ps.noting import NoNotes, Notes
+from echelon.ps.pieces import Pieces, numbers, runs
 from echelon.ps.service import Peer, Request
 from echelon.ps.together import sense
 
@@ -50,29 +52,26 @@ class Open:
 class Dealing:
     """A service of a host (service.Service). One a server; workers ask the first one."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, notes: Notes | None = None) -> None:
         self.live = set(range(num_workers))
+        self.notes = notes or NoNotes()
         self.returned = 0
         """Pieces that came back from workers that are gone."""
         self._samples: dict[int, int] = {}
         """Worker -> samples of what it told to be done."""
         self._epochs: dict[Epoch, Open] = {}
         self._over: set[Epoch] = set()
-        self._meetings: dict[tuple[int, int], dict[int, Request]] = {}
-        self._results: dict[tuple[int, int], tuple[list[int], Tensor]] = {}
-        """Meetings that some have the result of, told by them."""
-        self._latest: dict[int, int] = {}
-        """Loader -> its last epoch that a worker told of."""
-        self._generation = 0
-        self._awaited: set[int] = set()
-        """Workers that have not told yet what they know, where this server deals in place of one that is gone."""
+        self._assembly = Assembly()
+        self._heard: set[int] = set()
+        """Workers that have come to this server."""
+        self._changes = 0
         self._deciders: dict[int, Decider] = {}
         """By model."""
         self._parts: dict[tuple[int, int], Request] = {}
         """(Model, worker) -> its question how to go on."""
         self._stop = False
         self._lock = threading.Lock()
-        self._verbs: dict[str, Callable[[Request], list[Callable[[], None]]]] = {
+        self._verbs: dict[str, Callable[[Request], Answers]] = {
             "take": self._take,
             "idle": self._idle,
             "done": self._done,
@@ -80,7 +79,7 @@ class Dealing:
             "end": self._end,
             "state": self._state,
             "states": self._states,
-            "meet": self._meet,
+            "meet": lambda request: self._assembly.come(request, self.live),
             "hello": lambda request: [request.answer],
             "rejoin": self._rejoin,
             "part": self._part,
@@ -93,36 +92,116 @@ class Dealing:
             raise UsageError(f"{request.peer} called {request.verb}, which servers do not offer it")
         activity.moved()
         with sense(request), self._lock:
-            if request.peer.rank not in self.live:
+            self._begin()
+            rank = request.peer.rank
+            if rank not in self.live:
                 raise UsageError(f"{request.peer} is gone: what it had was dealt to others")
+            self._heard.add(rank)
             answers = [*verb(request), *self._look()]
+            change = self._changes = self._changes + 1
+        self._tell(change, answers)
+
+    def gone(self, peer: Peer) -> None:
+        if peer.role == "worker":
+            self._lose([peer.rank])
+
+    def _lose(self, ranks: Iterable[int]) -> None:
+        with self._lock:
+            answers = [answer for rank in ranks for answer in self._without(rank)]
+            change = self._changes = self._changes + 1
+        self._tell(change, answers)
+
+    def _tell(self, change: int, answers: Answers) -> None:
+        if self._heard:  # else another server deals
+            self.notes.keep(change, self._newest)
         for answer in answers:
             answer()
 
-    def gone(self, peer: Peer) -> None:
-        if peer.role != "worker":
-            return
+    def _without(self, rank: int) -> Answers:
+        """This worker is gone."""
+        if rank not in self.live:
+            return []
+        self.live.discard(rank)
+        answers: Answers = []
+        for key, epoch in list(self._epochs.items()):
+            epoch.asking.pop(rank, None)
+            self.returned += len(epoch.pieces.lose(rank))
+            answers += self._deal(key)
+        answers += self._assembly.lose(rank, self.live)
+        for model, decider in self._deciders.items():
+            self._parts.pop((model, rank), None)
+            answers += self._answered(model, decider.lost(rank))
+        return answers + self._look()
+
+    # -- in place of a server that is gone ---------------------------------------------------------------------------
+
+    def _newest(self) -> tuple[int, dict[str, Any]]:
         with self._lock:
-            self.live.discard(peer.rank)
-            self._awaited.discard(peer.rank)
-            answers = []
-            for key, epoch in list(self._epochs.items()):
-                epoch.asking.pop(peer.rank, None)
-                self.returned += len(epoch.pieces.lose(peer.rank))
+            return self._changes, self._plain()
+
+    def _plain(self) -> dict[str, Any]:
+        """All that a successor must know. Who waits for an answer asks it again."""
+        over: dict[int, list[int]] = {}
+        for feed, epoch in self._over:
+            over.setdefault(feed, []).append(epoch)
+        return {
+            "live": sorted(self.live), "returned": self.returned, "stop": self._stop, "samples": [list(x) for x in self._samples.items()],
+            "over": [[feed, runs(epochs)] for feed, epochs in over.items()],
+            "epochs": [[*key, one.pieces.plain()] for key, one in self._epochs.items()],
+            "deciders": [[model, decider.plain()] for model, decider in self._deciders.items()],
+        }  # fmt: skip
+
+    def _begin(self) -> None:
+        """The first worker comes to this server: it may deal in place of one that is gone, and then goes on from what that one left."""
+        told = None if self._heard else self.notes.left()
+        if told is None:
+            return
+        self.returned, self._stop = int(told["returned"]), bool(told["stop"])
+        self._samples = {int(rank): int(count) for rank, count in told["samples"]}
+        self._over = {(int(feed), epoch) for feed, epochs in told["over"] for epoch in numbers(epochs)}
+        for feed, epoch, pieces in told["epochs"]:
+            self._epochs[int(feed), int(epoch)] = Open(Pieces.read(pieces))
+        for model, decider in told["deciders"]:
+            self._deciders[int(model)] = Decider.read(decider, self._find, self._more)
+        before = {int(rank) for rank in told["live"]}
+        seen_gone, self.live = before - self.live, before
+        for rank in seen_gone:
+            self._without(rank)  # nobody has asked for anything yet
+        self.notes.watch(self._missing, self._lose)
+
+    def _missing(self) -> set[int]:
+        with self._lock:
+            return self.live - self._heard
+
+    def _rejoin(self, request: Request) -> Answers:
+        """A worker tells a server that deals in place of another what it has; what that one decided is known here."""
+        head, rank = request.head, request.peer.rank
+        self._count(request)
+        question = head["question"]
+        decider = self._deciders.get(int(question["model"])) if question else None
+        settled = decider is not None and decider.fate(rank, int(question["number"])) is not None
+        asked = [(int(f), int(e), int(n)) for f, e, n in question["pieces"]] if settled else []
+        answers: Answers = [request.answer]
+        for feed, epoch, total, done, has in head["epochs"]:
+            at, mine = (int(feed), int(epoch)), [int(n) for n in has]
+            for number in (n for f, e, n in asked if (f, e) == at and n in mine):
+                mine.remove(
+                    number
+                )  # it counted, or was dealt again: this worker has it only if to it, and then twice
+            for key in [key for key in self._epochs if key[0] == at[0] and key[1] <= at[1]]:
+                pieces = self._epochs[key].pieces
+                if key < at:  # which it left
+                    pieces.lose(rank)
+                else:
+                    if total is not None and pieces.total is None:
+                        pieces.end(int(total))
+                    pieces.adopt(map(int, done), mine, rank)
                 answers += self._deal(key)
-            for key in list(self._meetings):
-                self._meetings[key].pop(peer.rank, None)
-                answers += self._met(key)
-            for model, decider in self._deciders.items():
-                self._parts.pop((model, peer.rank), None)
-                answers += self._answered(model, decider.lost(peer.rank))
-            answers += self._look()
-        for answer in answers:
-            answer()
+        return answers + self._assembly.told(request)
 
     # -- pieces ----------------------------------------------------------------------------------------------------
 
-    def _take(self, request: Request) -> list[Callable[[], None]]:
+    def _take(self, request: Request) -> Answers:
         head, rank = request.head, request.peer.rank
         key = _epoch(request)
         if key in self._over:
@@ -139,15 +218,15 @@ class Dealing:
             found.idle.add(rank)
         return self._deal(key)
 
-    def _idle(self, request: Request) -> list[Callable[[], None]]:
+    def _idle(self, request: Request) -> Answers:
         key = _epoch(request)
-        answers: list[Callable[[], None]] = [request.answer]
+        answers: Answers = [request.answer]
         if key in self._epochs and request.peer.rank in self._epochs[key].asking:
             self._epochs[key].idle.add(request.peer.rank)
             answers += self._deal(key)
         return answers
 
-    def _done(self, request: Request) -> list[Callable[[], None]]:
+    def _done(self, request: Request) -> Answers:
         self._count(request)
         return self._told(request, lambda p, numbers: p.done(numbers, request.peer.rank))
 
@@ -156,9 +235,9 @@ class Dealing:
         rank = request.peer.rank
         self._samples[rank] = max(self._samples.get(rank, 0), int(request.head.get("samples", 0)))
 
-    def _leave(self, request: Request) -> list[Callable[[], None]]:
+    def _leave(self, request: Request) -> Answers:
         key, rank = _epoch(request), request.peer.rank
-        answers: list[Callable[[], None]] = [request.answer]
+        answers: Answers = [request.answer]
         if key in self._epochs:
             asked = self._epochs[key].asking.pop(rank, None)
             answers += [_later(asked, {"over": True})] if asked is not None else []
@@ -168,18 +247,18 @@ class Dealing:
             answers += self._answered(model, decider.left(rank))  # until it comes with a part again
         return answers
 
-    def _end(self, request: Request) -> list[Callable[[], None]]:
+    def _end(self, request: Request) -> Answers:
         return self._told(request, lambda p, _: p.end(int(request.head["total"])))
 
-    def _told(self, request: Request, act: Callable[[Pieces, list[int]], object]) -> list[Callable[[], None]]:
+    def _told(self, request: Request, act: Callable[[Pieces, list[int]], object]) -> Answers:
         key = _epoch(request)
-        answers: list[Callable[[], None]] = [request.answer]
+        answers: Answers = [request.answer]
         if key in self._epochs:
             act(self._epochs[key].pieces, [int(n) for n in request.head.get("pieces", ())])
             answers += self._deal(key)
         return answers
 
-    def _state(self, request: Request) -> list[Callable[[], None]]:
+    def _state(self, request: Request) -> Answers:
         key = _epoch(request)
         known = self._epochs.get(key)
         low, above = known.pieces.state() if known is not None else (0, [])
@@ -188,17 +267,15 @@ class Dealing:
             lambda: request.answer({"known": known is not None, "over": over, "low": low, "above": above})
         ]
 
-    def _states(self, request: Request) -> list[Callable[[], None]]:
+    def _states(self, request: Request) -> Answers:
         mine = [
             (e, one.pieces) for (feed, e), one in self._epochs.items() if feed == int(request.head["feed"])
         ]
         states = [[epoch, *pieces.state()] for epoch, pieces in mine]
         return [lambda: request.answer({"states": states})]
 
-    def _deal(self, key: Epoch) -> list[Callable[[], None]]:
+    def _deal(self, key: Epoch) -> Answers:
         """Answers those who ask, as far as there are pieces."""
-        if self._awaited:
-            return []
         found, answers = self._epochs[key], []
         pieces = found.pieces
         for rank, request in list(found.asking.items()):
@@ -219,75 +296,12 @@ class Dealing:
             del self._epochs[key]
         return answers
 
-    def _rejoin(self, request: Request) -> list[Callable[[], None]]:
-        """A worker tells a server that deals in place of another what it knows. Nothing is dealt before all have."""
-        head, rank = request.head, request.peer.rank
-        self._count(request)
-        if int(head["generation"]) > self._generation:
-            self._generation, self._awaited = int(head["generation"]), set(self.live)
-        if head["live"]:
-            self.live &= {int(r) for r in head["live"]} | {rank}
-        self._awaited = (self._awaited & self.live) - {rank}
-        for feed, epoch, low, above, total, done, out, over in head["epochs"]:
-            key = int(feed), int(epoch)
-            self._latest[key[0]] = max(key[1], self._latest.get(key[0], 0))
-            if over or key[1] < self._latest[key[0]]:  # a worker begins the next one when the last is over
-                self._over.add(key)
-            self._over |= {k for k in self._epochs if k[0] == key[0] and k[1] < self._latest[key[0]]}
-            if key in self._over:
-                continue
-            found = self._epochs.setdefault(key, Open(Pieces(int(low), map(int, above))))
-            if total is not None:
-                found.pieces.end(int(total))
-            found.pieces.adopt(map(int, done), map(int, out), rank)
-        answers: list[Callable[[], None]] = [request.answer]
-        if head["meeting"]:
-            told = head["meeting"]
-            ranks, rows = [int(r) for r in told["ranks"]], request.tensors[0].clone()
-            self._results[int(told["group"]), int(told["number"])] = (ranks, rows)
-            met = self._meetings.pop((int(told["group"]), int(told["number"])), {})
-            answers += [lambda r=r: r.answer({"ranks": ranks}, [rows]) for r in met.values()]  # type: ignore[misc]
-        for key in list(self._epochs):
-            answers += self._over_for(key) if key in self._over else self._deal(key)
-        for key in list(self._meetings):
-            answers += self._met(key)
-        return answers
-
-    def _over_for(self, key: Epoch) -> list[Callable[[], None]]:
-        return [_later(asked, self._end_of_epoch()) for asked in self._epochs.pop(key).asking.values()]
-
     def _end_of_epoch(self) -> dict[str, object]:
         return {"over": True, "live": sorted(self.live)}
 
-    # -- meetings --------------------------------------------------------------------------------------------------
-
-    def _meet(self, request: Request) -> list[Callable[[], None]]:
-        key = int(request.head["group"]), int(request.head["number"])
-        if key in self._results:
-            ranks, rows = self._results[key]
-            return [lambda: request.answer({"ranks": ranks}, [rows])]
-        self._meetings.setdefault(key, {})[request.peer.rank] = request
-        return self._met(key)
-
-    def _met(self, key: tuple[int, int]) -> list[Callable[[], None]]:
-        here = self._meetings[key]
-        if not here or self.live - here.keys():
-            return []
-        del self._meetings[key]
-        ranks = sorted(here)
-        brought = [here[rank].tensors[0].view(-1) for rank in ranks]
-        if len({(x.dtype, x.numel()) for x in brought}) > 1:
-            told = ", ".join(f"worker {r} {x.numel()} bytes" for r, x in zip(ranks, brought, strict=True))
-            error = UsageError(
-                f"the workers are in different calls: {told}", remedy="All workers make the same calls."
-            )
-            return [lambda r=r: r.refuse(error) for r in here.values()]  # type: ignore[misc]
-        rows = torch.stack(brought)
-        return [lambda r=r: r.answer({"ranks": ranks}, [rows]) for r in here.values()]  # type: ignore[misc]
-
     # -- steps of the first parts ------------------------------------------------------------------------------------
 
-    def _part(self, request: Request) -> list[Callable[[], None]]:
+    def _part(self, request: Request) -> Answers:
         head, rank, model = request.head, request.peer.rank, int(request.head["model"])
         self._stop = self._stop or bool(head["stop"])
         self._parts[model, rank] = request
@@ -295,7 +309,7 @@ class Dealing:
         numbers = int(head["number"]), int(head["version"]), int(head["count"])
         return self._answered(model, found.part(rank, *numbers, head["pieces"]))
 
-    def _catch_up(self, request: Request) -> list[Callable[[], None]]:
+    def _catch_up(self, request: Request) -> Answers:
         head, rank, model = request.head, request.peer.rank, int(request.head["model"])
         self._parts[model, rank] = request
         found = self._decider(model, int(head["backup"]), int(head["aggregate"]))
@@ -315,7 +329,7 @@ class Dealing:
     def _more(self) -> bool:
         return any(epoch.pieces.waiting for epoch in self._epochs.values())
 
-    def _look(self) -> list[Callable[[], None]]:
+    def _look(self) -> Answers:
         """Pieces came back or are used up: what does that change for those who decide?"""
         if not self._deciders:
             return []
@@ -329,7 +343,7 @@ class Dealing:
             answers += self._deal(key)
         return answers
 
-    def _answered(self, model: int, found: list[Answer]) -> list[Callable[[], None]]:
+    def _answered(self, model: int, found: list[Answer]) -> Answers:
         answers = []
         for one in found:
             request = self._parts.pop((model, one.worker), None)

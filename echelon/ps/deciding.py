@@ -93,12 +93,21 @@ class Decider:
         """Worker -> the version that it has."""
         self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
         self._used: dict[int, bool] = {}
+        self._fates: dict[int, tuple[int, bool]] = {}
+        """Worker -> its last part that was counted or dropped, and which of the two: it may not have heard of it."""
 
     def part(
         self, worker: int, number: int, version: int, count: int, pieces: Sequence[Sequence[int]]
     ) -> list[Answer]:
-        """Every server has part `number` of this worker, computed on `version`; it asks how to go on."""
+        """Every server has part `number` of this worker, computed on `version`; it asks how to go on. It may ask a second time, when
+        whoever decided is gone and this one knows what was decided."""
         self._enter(worker, version)
+        used = self.fate(worker, number)
+        if used is not None:
+            self._used[worker] = used
+            if worker in self.policy.granted and self.policy.granted[worker].step <= number:
+                del self.policy.granted[worker]
+            return self._carry_out(self.policy.asked(worker, number + 1))
         self._pieces[worker, number] = tuple((int(f), int(e), int(n)) for f, e, n in pieces)
         self.policy.granted[worker] = Grant(worker, number, version, "it computed this")
         decisions = self.policy.arrived(Part(worker, number, version, count))
@@ -111,6 +120,11 @@ class Decider:
             self.policy.granted[worker] = Grant(worker, 0, self.policy.version, "it begins")
         self._knows[worker] = version
         return self._answer(worker)
+
+    def fate(self, worker: int, number: int) -> bool | None:
+        """Does this part count? None: it was not seen yet."""
+        known, used = self._fates.get(worker, (-1, False))
+        return used if number <= known else None
 
     def _enter(self, worker: int, version: int) -> None:
         self._knows[worker] = version
@@ -147,10 +161,12 @@ class Decider:
             match decision:
                 case Accept(part):
                     self._used[part.worker] = True
+                    self._fates[part.worker] = (part.step, True)
                     self._each(part, lambda pieces, n, worker=part.worker: pieces.hold(n, worker))
                 case Drop(part):
                     self.dropped += 1
                     self._used[part.worker] = False
+                    self._fates[part.worker] = (part.step, False)
                     self._each(part, lambda pieces, n, worker=part.worker: pieces.back([n], worker))
                     self._pieces.pop((part.worker, part.step), None)
                 case Apply(step, parts):
@@ -175,6 +191,56 @@ class Decider:
         known = self._knows.get(worker, 0)
         log = [entry.plain() for entry in self._log if entry.version >= known]
         self._knows[worker] = self.policy.version
-        oldest = min(self._knows.values())
+        # the last one stays: all may have been answered, and one not have heard it. All before it are made on every server, since its
+        # parts were computed on what those made
+        oldest = min(*self._knows.values(), self.policy.version - 1)
         self._log = [entry for entry in self._log if entry.version >= oldest]
         return Answer(worker, self.policy.version, log, self._used.pop(worker, None))
+
+    # -- a copy of it ----------------------------------------------------------------------------------------------
+
+    def plain(self) -> dict[str, Any]:
+        """All that was decided, for a copy. Who waits for an answer asks its successor again."""
+        policy = self.policy
+        here = [
+            [
+                p.worker,
+                p.step,
+                p.version,
+                p.count,
+                [list(x) for x in self._pieces.get((p.worker, p.step), ())],
+            ]
+            for p in policy.here
+        ]
+        return {
+            "members": sorted(policy.members), "backup": policy.backup, "aggregate": policy.aggregate, "version": policy.version,
+            "here": here, "granted": [[g.worker, g.step, g.version] for g in policy.granted.values()],
+            "log": [entry.plain() for entry in self._log], "knows": [list(pair) for pair in self._knows.items()],
+            "fates": [[worker, *fate] for worker, fate in self._fates.items()], "dropped": self.dropped,
+            "samples": [list(pair) for pair in self.samples.items()],
+        }  # fmt: skip
+
+    @classmethod
+    def read(
+        cls, told: Mapping[str, Any], find: Callable[[int, int], Pieces | None], more: Callable[[], bool]
+    ) -> Decider:
+        """What plain() gave goes on here, with the pieces that `find` knows."""
+        members = [int(worker) for worker in told["members"]]
+        made = cls(members, int(told["backup"]), int(told["aggregate"]), find, more)
+        policy = made.policy
+        policy.version = policy.safe = int(told["version"])
+        for worker, number, version, count, pieces in told["here"]:
+            policy.here.append(Part(int(worker), int(number), int(version), int(count)))
+            made._pieces[int(worker), int(number)] = tuple((int(f), int(e), int(n)) for f, e, n in pieces)
+        for worker, number, version in told["granted"]:
+            policy.granted[int(worker)] = Grant(
+                int(worker), int(number), int(version), "as it was granted before"
+            )
+        for version, parts, lead in told["log"]:
+            of = tuple((int(w), int(n), int(c)) for w, n, c in parts)
+            made._log.append(Entry(int(version), of, int(lead)))
+        made._knows = {int(worker): int(version) for worker, version in told["knows"]}
+        made._fates = {int(worker): (int(number), bool(used)) for worker, number, used in told["fates"]}
+        made.samples = {int(worker): int(count) for worker, count in told["samples"]}
+        made.dropped = int(told["dropped"])
+        return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,7 +18,7 @@ class Knows(Protocol):
     """What a worker knows of an epoch."""
 
     def known(self) -> list[Any]:
-        """[loader, epoch, low, above, total, done, open, over], as deal.rejoin takes it."""
+        """[loader, epoch, total, what it told to be done, what it has], as deal.rejoin takes it."""
         ...
 
 
@@ -32,19 +33,23 @@ class Desk:
         """What the last meeting gave: somebody may have missed the answer."""
         self.live: tuple[int, ...] = ()
         """The workers that are still there, as the dealing server last told; () before it did."""
+        self.question: dict[str, Any] = {}
+        """The part that this worker asks about, if it does: which model's, its number and its pieces."""
         self.samples = 0
         """Of the batches that this worker told to be in updates."""
         way = servers.links[0]
         self._known: Link = way.link if isinstance(way, Route) else way
+        self._lock = threading.Lock()
 
     @property
     def link(self) -> Link:
         """To the server that deals now; a successor is told what this worker knows before anything else."""
         way = self.servers.links[0]
-        link = way.link if isinstance(way, Route) else way
-        if link is not self._known and isinstance(way, Route):
-            self._known = link
-            self._rejoin(link, way.epoch)
+        with self._lock:
+            link = way.link if isinstance(way, Route) else way
+            if link is not self._known and isinstance(way, Route):
+                self._rejoin(link)
+                self._known = link
         return link
 
     def tell(self, verb: str, head: dict[str, Any]) -> None:
@@ -80,14 +85,13 @@ class Desk:
         if not isinstance(way, Route):
             raise LinkLost(
                 "the server that deals the data is gone",
-                remedy="With --servers 2 another one has a copy (update=async); a checkpoint has the ledger.",
+                remedy="With --servers 2 another one has a copy; a checkpoint has the ledger.",
             )
         self.servers.wait([way.call("deal.hello", {})], "the successor of the first server")
 
-    def _rejoin(self, link: Link, generation: int) -> None:
+    def _rejoin(self, link: Link) -> None:
         told, rows = self.meeting if self.meeting is not None else ({}, None)
         head = {
-            "generation": generation, "epochs": [e.known() for e in self.epochs.values()], "live": list(self.live), "meeting": told,
-            "samples": self.samples,
+            "epochs": [e.known() for e in self.epochs.values()], "question": self.question, "meeting": told, "samples": self.samples,
         }  # fmt: skip
         link.call("deal.rejoin", head, [rows] if rows is not None else [])

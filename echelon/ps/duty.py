@@ -46,7 +46,7 @@ def serve(member: Member, place: Place) -> int:
     import torch
 
     from echelon.native import threads
-    from echelon.ps import copies, dealing, judge, local, parts, session
+    from echelon.ps import copies, dealing, judge, local, noting, parts, session
     from echelon.ps.frame import TRAINING
     from echelon.ps.host import Host
     from echelon.ps.site import RunSite
@@ -56,7 +56,8 @@ def serve(member: Member, place: Place) -> int:
     held = copies.Copies(place.rank, place.world_size, num_servers, leads=place.incarnation == 0)
     training = session.Training(place.world_size, held, RunSite(member))
     services: dict[str, Service] = {session.NAME: training, copies.NAME: copies.Copying(held)}
-    services[dealing.NAME] = deals = dealing.Dealing(place.world_size)
+    notes = noting.Noted(training, member)
+    services[dealing.NAME] = deals = dealing.Dealing(place.world_size, notes)
     services[parts.NAME] = parts.Parts(training, held)
     services[judge.NAME] = judge.Judge(num_servers, training.reporter.verdicts if training.reporter else None)
     services[local.NAME] = apart = local.Local(place.world_size)
@@ -68,6 +69,7 @@ def serve(member: Member, place: Place) -> int:
         member.call("store.set", Deadline.after(CALL_S), key=key, value=value)
         wait_until_over(member)
     finally:
+        notes.close()
         training.close()
         host.close(Deadline.after(CLOSE_S))
     return 0

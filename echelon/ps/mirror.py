@@ -57,7 +57,7 @@ class Mirror:
         self._filled: set[int] = set()
         self._last: Pending | None = None
         self._rooms: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._noting, self._sending = threading.Lock(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         if not there:
             self._refill_later()
@@ -120,6 +120,7 @@ class Mirror:
         head = {
             "optimizer": optimizer, "groups": [[r.to_plain(), factor, list(k)] for r, factor, k in groups],
             "keys": list(keys.values()), "updates": shard.updates + 1, "done": list(done.items()), "next": following,
+            "turns": self.whole,
         }  # fmt: skip
         if since is not None:
             head["since"] = since
@@ -132,6 +133,15 @@ class Mirror:
         """Another change, which was made here already."""
         if self.link is not None and model in self._filled:
             self.wait([self._send(verb, model, head, [x if self.link.local else x.clone() for x in tensors])])
+
+    def note(self, record: dict[str, Any]) -> None:
+        """What this server decided beside the models' updates: the newest replaces what was noted before. Returns when the partner has
+        it, as tell() does."""
+        with self._noting:
+            _, before = self.copies.notes[self.shard][0] if self.shard in self.copies.notes else (0, 0)
+            number = before + 1
+            self.copies.note(self.shard, (self.epoch, number), record)
+            self.wait([self._send("note", 0, {"number": number, "record": record}, ())])
 
     def wait(self, sent: Sequence[Pending | None]) -> None:
         """Until the partner has it; while it is being filled, nobody waits for it. Raises PeerLost if this server does not lead any
@@ -160,8 +170,9 @@ class Mirror:
         if link is None:
             return None
         try:
-            self._last = link.call(f"copy.{verb}", about, list(tensors))
-            return self._last
+            with self._sending:  # so that the last is the last
+                self._last = sent = link.call(f"copy.{verb}", about, list(tensors))
+            return sent
         except EchelonError as error:
             self._do_without(error)
             return None
@@ -212,6 +223,10 @@ class Mirror:
                 for model, copy in self.copies.of_shard(self.shard).items():
                     with copy.lock:
                         sent.append(self._fill(link, model, copy))
+                if self.shard in self.copies.notes:  # what is noted from now on goes over this link by itself
+                    (_, number), record = self.copies.notes[self.shard]
+                    about = {"shard": self.shard, "epoch": self.epoch}
+                    sent.append(link.call("copy.note", {**about, "number": number, "record": record}))
                 for pending in sent:
                     pending.wait(Deadline.after(FIRST_S))
             except EchelonError:
@@ -225,7 +240,7 @@ class Mirror:
 
     def _whole_now(self) -> None:
         """From now on workers wait for the partner. What they were told before that, it has."""
-        with contextlib.ExitStack() as all_models:
+        with self._noting, contextlib.ExitStack() as all_models:
             for copy in self.copies.of_shard(self.shard).values():
                 all_models.enter_context(copy.lock)
             try:
@@ -246,9 +261,11 @@ class Mirror:
     def _fill(self, link: Link, model: int, copy: Copy) -> Pending:
         """Called with the model's lock held."""
         told, payload = copy.shard.snapshot()
+        held = [[worker, part, list(mine)] for (worker, _), (part, mine) in copy.held.items()]
+        payload = [*payload, *(x for _, mine in copy.held.values() for x in mine.values())]
         head = {
             "shard": self.shard, "epoch": self.epoch, "model": model, **told, "next": copy.updates.next,
-            "done": list(copy.done.items()),
+            "done": list(copy.done.items()), "held": held, "not_made": list(copy.not_made.items()),
         }  # fmt: skip
         sent = link.call("copy.fill", head, payload if link.local else [x.clone() for x in payload])
         self._filled.add(model)

@@ -1,7 +1,9 @@
 """Parts of updates on a server, held until it is told which of them make the next one (backup, aggregate).
 
-part.hold   a worker's part of an update: kept here, answered when it is
+part.hold   a worker's part of an update: kept here, and where this shard has a copy; answered when it is
 part.fold   updates that the first server decided (deciding.py): those that were not made here are made, in order; the values
+
+So a server that takes over has every part that an update may be decided about, whatever became of the worker that sent it.
 """
 
 from __future__ import annotations
@@ -29,10 +31,6 @@ NAME = "part"
 JUDGED = -2
 """In place of a worker, in the name of an update that is judged."""
 
-KEPT = 256
-
-Held = tuple[dict[str, Any], dict[int, Tensor]]
-
 
 @dataclass
 class Made:
@@ -52,10 +50,6 @@ class Parts:
 
     def __init__(self, training: Training, copies: Copies) -> None:
         self.training, self.copies = training, copies
-        self._held: dict[int, dict[tuple[int, int], Held]] = {}
-        """Model -> (worker, number) -> what it sent."""
-        self._not_made: dict[tuple[int, int], dict[str, object]] = {}
-        """(Model, version) of the last updates that moved nothing -> what workers are told."""
 
     def called(self, request: Request) -> None:
         activity.moved()
@@ -71,30 +65,33 @@ class Parts:
         copy, head = self.copies.of(request), request.head
         with copy.lock:
             if int(head["version"]) >= copy.shard.updates:  # else it is too late for its update
-                mine = {key: x.clone() for key, x in parts_of(copy.shard, request).items()}
-                of_model = self._held.setdefault(int(head["model"]), {})
-                of_model[request.peer.rank, int(head["number"])] = (dict(head), mine)
+                copy.hold(request.peer.rank, head, parts_of(copy.shard, request))
+                about = {"worker": request.peer.rank, "part": head}
+                self._mirrored(request, "hold", about, *request.tensors)
         request.answer()
 
+    def _mirrored(self, request: Request, verb: str, head: dict[str, Any], *tensors: Tensor) -> None:
+        mirror = self.training.mirrors.get(self.copies.shard_of(request))
+        if mirror is not None:
+            mirror.tell(verb, int(request.head["model"]), head, tensors)
+
     def _fold(self, request: Request) -> None:
-        copy, model = self.copies.of(request), int(request.head["model"])
+        copy = self.copies.of(request)
         not_made: list[list[Any]] = []
         for version, told, lead in request.head["log"]:
             entry = int(version), [(int(w), int(n), int(c)) for w, n, c in told], int(lead)
-            if self._once(copy, model, request, *entry):
-                request.answer({"updates": 0, "not_made": [*not_made, self._told(model, entry[0], entry[2])]})
+            refused = self._once(copy, request, *entry)
+            if entry[0] in copy.not_made:
+                not_made.append([entry[0], entry[2], copy.not_made[entry[0]]])
+            if refused:
+                request.answer({"updates": 0, "not_made": not_made})
                 return
-            if (model, entry[0]) in self._not_made:
-                not_made.append(self._told(model, entry[0], entry[2]))
         with copy.lock:
             request.answer({"updates": copy.shard.updates, "not_made": not_made}, [copy.shard.memory])
 
-    def _told(self, model: int, version: int, lead: int) -> list[Any]:
-        return [version, lead, self._not_made[model, version]]
-
     def _once(
-        self, copy: Copy, model: int, request: Request, version: int, told: list[tuple[int, int, int]], lead: int
-    ) -> bool:  # fmt: skip
+        self, copy: Copy, request: Request, version: int, told: list[tuple[int, int, int]], lead: int
+    ) -> bool:
         """Makes one update, unless it was made; True if it was refused. Where it is looked at first, no lock is held meanwhile: servers wait for
         each other, and for whoever tells them of it."""
         with copy.lock:
@@ -102,26 +99,26 @@ class Parts:
                 return False
             if version > copy.shard.updates:
                 raise UsageError(f"{request.peer} told of update {version}, and {copy.shard.updates} is next")
-            made = self._make(copy, model, told, lead)
+            made = self._make(copy, told, lead)
             if made.decided is not None:
-                self._update(copy, model, made, made.decided)
+                self._update(copy, request, made, made.decided)
                 return False
         name, count = (JUDGED, version), self.copies.num_servers
-        about = self.copies.shard_of(request), model, name
+        about = self.copies.shard_of(request), int(request.head["model"]), name
         whole = looking.over_all(self.training.reporter, count, *about, made.summary)
         decided, refused = looking.decided(whole, made.rule, made.clip_norm)
         with copy.lock:
             if decided.skips:
-                self._not_made[model, version] = decided.plain("skip" if refused is None else "refuse")
-                for old in list(self._not_made)[:-KEPT]:
-                    del self._not_made[old]
+                why = decided.plain("skip" if refused is None else "refuse")
+                copy.passed_over(version, why)
+                self._mirrored(request, "pass", {"version": version, "told": why})
             if refused is None and version == copy.shard.updates:
-                self._update(copy, model, made, decided)
+                self._update(copy, request, made, decided)
         return refused is not None
 
-    def _make(self, copy: Copy, model: int, told: list[tuple[int, int, int]], lead: int) -> Made:
+    def _make(self, copy: Copy, told: list[tuple[int, int, int]], lead: int) -> Made:
         """The mean of these parts, in the order of ranks, weighted by samples."""
-        held = self._held.get(model, {})
+        held = copy.held
         found = [(*held[worker, number], count) for worker, number, count in told]
         head = next(held[worker, number][0] for worker, number, _ in told if worker == lead)
         total = sum(count for _, _, count in found) or 1
@@ -144,15 +141,19 @@ class Parts:
             made.summary = looking.summed(sums, parts_by_worker)
         return made
 
-    def _update(self, copy: Copy, model: int, made: Made, decided: Decided) -> None:
-        """Nothing moves but the version if nobody makes it."""
+    def _update(self, copy: Copy, request: Request, made: Made, decided: Decided) -> None:
+        """Here and on the partner. Nothing moves but the version if nobody makes it."""
         factor = 1.0 if decided.factor is None else decided.factor
         step = [] if decided.skips else [(recipe, factor, keys) for recipe, keys in made.groups]
-        copy.shard.step(made.optimizer, step, lambda key, out: made.sums[key])
+        mirror = self.training.mirrors.get(self.copies.shard_of(request))
+        if mirror is None:
+            copy.shard.step(made.optimizer, step, lambda key, out: made.sums[key])
+        else:
+            model, following = int(request.head["model"]), copy.updates.next
+            mirror.update(model, copy, {}, following, made.optimizer, step, lambda key, out: made.sums[key])
         copy.updates.skipped += decided.skips
         self.training.updates += 1
-        newest, held = copy.shard.updates, self._held.get(model, {})
-        self._held[model] = {k: v for k, v in held.items() if int(v[0]["version"]) >= newest}
+        copy.let_go()
 
 
 def _weighted(parts: list[Tensor], weights: list[float]) -> Tensor:

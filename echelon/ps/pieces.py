@@ -9,10 +9,27 @@ came to the end of the data. What comes back is dealt before what was never deal
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 HELD = -1
 """In place of a worker: a part computed from it is here, and stays whoever goes."""
+
+
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """[first, behind the last] of each stretch of neighbours."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
+
+
+def numbers(told: Iterable[Sequence[int]]) -> list[int]:
+    """What runs() was given."""
+    return [number for begin, end in told for number in range(int(begin), int(end))]
 
 
 class Pieces:
@@ -59,18 +76,28 @@ class Pieces:
         if self._out.get(number) == worker:
             self._out[number] = HELD
 
-    def adopt(self, done: Iterable[int], out: Iterable[int], worker: int) -> None:
-        """What a worker knows, told to a server that deals in place of one that is gone, before it deals."""
-        for number in out:
-            self._out[number] = worker
-        mine = list(done)
-        self._out |= dict.fromkeys(mine, worker)
-        self.done(mine, worker)
-        passed = [*self._out, *self._above, self.low - 1]
-        gap = [n for n in range(self.low, max(passed) + 1) if n not in self._out and n not in self._above]
-        self._next = max(self._next, max(passed) + 1)
-        self._back = gap
-        heapq.heapify(self._back)
+    def adopt(self, done: Iterable[int], has: Iterable[int], worker: int) -> None:
+        """What a worker knows, told to a server that deals in place of one that is gone: these are done, these it has. What else was
+        dealt to it never reached it, and waits again."""
+        self.done(done, worker)
+        mine = set(has)
+        self.back([number for number in self.of(worker) if number not in mine], worker)
+
+    def plain(self) -> list[Any]:
+        """All of it, for a copy: read() of this goes on as this one would."""
+        out = [list(pair) for pair in sorted(self._out.items())]
+        return [self.low, runs(self._above), self._next, self.total, out, self.returned]
+
+    @classmethod
+    def read(cls, told: Sequence[Any]) -> Pieces:
+        low, above, following, total, out, returned = told
+        made = cls(int(low), numbers(above))
+        made._next, made.returned = int(following), int(returned)
+        made.total = None if total is None else int(total)
+        made._out = {int(number): int(worker) for number, worker in out}
+        dealt = range(made.low, made._next)
+        made._back = [n for n in dealt if n not in made._out and n not in made._above]
+        return made
 
     def back(self, pieces: Iterable[int], worker: int) -> list[int]:
         """Not used: they wait again. Gives those that do."""

@@ -171,7 +171,11 @@ def _compensated(gradient: Tensor, now: Tensor, then: Tensor, strength: float) -
 
 
 def parts_of(shard: Shard, request: Request) -> dict[int, Tensor]:
-    keys = request.head["keys"]
+    return parts_from(shard, request.head["keys"], request)
+
+
+def parts_from(shard: Shard, keys: Sequence[Sequence[int]], request: Request) -> dict[int, Tensor]:
+    """The gradients of these runs of keys, which a request brought."""
     if len(keys) != len(request.tensors):
         raise WireError(f"{request.peer} sent {len(request.tensors)} tensors for {len(keys)} runs of keys")
     found: dict[int, Tensor] = {}

@@ -40,15 +40,14 @@ class Taker:
         self._asked: Pending | None = None
 
     def known(self) -> list[Any]:
-        low, above = self.began
-        at = [self.key["feed"], self.key["epoch"], low, above, self.total]
         asked = self._asked
         ahead = (
             asked.wait(Deadline.after(0)).head
             if asked is not None and asked.done and not asked.failed
             else {}
         )
-        return [*at, self.finished, [*self.open, *([ahead["piece"]] if "piece" in ahead else [])], self.over]
+        has = [*self.open, *([ahead["piece"]] if "piece" in ahead else [])]
+        return [self.key["feed"], self.key["epoch"], self.total, self.finished, has]
 
     def take(self, wait: bool) -> int | None:
         """The next piece; None for none now (without `wait`), or none any more (`over`)."""

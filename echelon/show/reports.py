@@ -134,7 +134,7 @@ def _served(report: dict[str, Any]) -> list[str]:
     said = [f"server {rank}: {', '.join(did)}" for rank, one in told.items() if (did := work_of(one))]
     lines = fold("  " + " · ".join(said)) if said else []
     lines += staleness(told.values())
-    return lines + (fold("  " + again) if (again := dealt(told.get(0))) else [])
+    return lines + (fold("  " + again) if (again := dealt(told.values())) else [])
 
 
 def status_lines(report: dict[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ def summary(
             "  " + " · ".join(_server(progress.servers.get(r), r, servers[r]) for r in sorted(servers))
         )
         lines += staleness(progress.servers.values())
-        lines += fold("  " + said) if (said := dealt(progress.servers.get(0), killed)) else []
+        lines += fold("  " + said) if (said := dealt(progress.servers.values(), killed)) else []
     return [
         *lines,
         f"  folder {short(run_dir)}",
@@ -172,13 +172,17 @@ def _share(share: float) -> str:
     return "< 1 %" if share < 0.01 else f"{share:.0%}".replace("%", " %")
 
 
-def dealt(told: Serving | None, killed: Sequence[int] = ()) -> str:
-    """What was computed and not used, and who is gone: where workers take batches by themselves."""
+def dealt(told: Iterable[Serving], killed: Sequence[int] = ()) -> str:
+    """What was computed and not used, and who is gone: where workers take batches by themselves. Whichever server dealt last counts on
+    from what the one before it knew."""
     said = [f"worker {rank} was killed, the others went on without it" for rank in killed]
-    if told is not None and told.dropped:
-        said.append(f"{told.dropped:,} dropped parts: too late for their step, dealt again")
-    if told is not None and told.returned:
-        said.append(f"{told.returned:,} batches of killed workers were dealt again")
+    servers = list(told)
+    dropped = max((one.dropped for one in servers), default=0)
+    returned = max((one.returned for one in servers), default=0)
+    if dropped:
+        said.append(f"{dropped:,} dropped parts: too late for their step, dealt again")
+    if returned:
+        said.append(f"{returned:,} batches of killed workers were dealt again")
     return " · ".join(said)
 
 

@@ -158,6 +158,8 @@ ALONE_NEEDS_TORCH = (
     "echelon.ps.desk",
     "echelon.ps.live",
     "echelon.ps.dealing",
+    "echelon.ps.assembly",
+    "echelon.ps.noting",
     "echelon.ps.parts",
     "echelon.ps.outer",
     "echelon.ps.local",

@@ -18,8 +18,8 @@ from tests.unit.test_ps_terms import plain, stepped
 
 VERBS = {
     "train": ["sum", "open", "push", "back", "squares", "apply", "step", "values", "pull", "state", "load", "settle", "lead"],
-    "copy": ["fill", "update", "values", "load", "undo", "begin", "nothing"],
-    "deal": ["take", "idle", "done", "leave", "end", "state", "states", "part", "catch_up", "hello", "rejoin"],
+    "copy": ["fill", "update", "values", "load", "undo", "begin", "hold", "pass", "note", "nothing"],
+    "deal": ["take", "idle", "done", "leave", "end", "state", "states", "part", "catch_up", "hello", "rejoin", "meet"],
     "part": ["hold", "fold"],
     "local": ["open", "meet", "add", "gather", "state"],
     "judge": ["report"],
@@ -28,7 +28,7 @@ VERBS = {
 WORDS = [
     "model", "shard", "epoch", "number", "keys", "groups", "optimizer", "unused", "alone", "version", "stop", "clip_norm", "used", "push",
     "pushes", "ranges", "replicas", "states", "updates", "next", "done", "recipes", "state", "feed", "low", "above", "total", "idle", "pieces",
-    "backup", "aggregate", "count", "begins", "generation", "live", "epochs", "meeting", "log", "place", "rule", "update", "squares", "mean",
+    "backup", "aggregate", "count", "begins", "question", "record", "part", "worker", "told", "held", "not_made", "turns", "live", "epochs", "meeting", "log", "place", "rule", "update", "squares", "mean",
 ]  # fmt: skip
 
 

@@ -149,12 +149,31 @@ def test_a_server_applies_only_where_there_is_one():
         ("allreduce,backup=1", "goes with ps and update=sync"),
         ("ps,compensation=0.1", "goes with update=async"),
         ("ps,update=bounded,stale_lr=divided", "goes with update=async"),
-        ("ps,backup=1,replicas=1,apply=server", "copy of what the first server decides"),
     ],
 )
 def test_fields_of_workers_that_take_batches_by_themselves_go_together(text, words):
     with pytest.raises(StrategyError, match=words):
         require_whole(merge(parse(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "with_one", "with_two"),
+    [
+        ("ps", 0, 0),
+        ("ps,apply=server", 0, 1),
+        ("ps,update=bounded,staleness=2", 0, 1),
+        ("ps,update=async", 0, 1),
+        ("ps,backup=1", 0, 1),
+        ("ps,aggregate=3", 0, 1),
+        ("ps,backup=1,replicas=1", 0, 1),
+        ("ps,backup=1,replicas=0", 0, 0),
+        ("ps,update=local", 0, 0),
+    ],
+)
+def test_what_servers_hold_has_a_copy_where_there_is_a_second_one(text, with_one, with_two):
+    strategy = merge(parse(text))
+    require_whole(strategy)
+    assert (strategy.copies(1), strategy.copies(2)) == (with_one, with_two)
 
 
 def test_somebody_must_be_waited_for():
