@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.long import LONG
 from tests.s3_server import s3_server as s3_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -241,6 +242,10 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """Files go to two processes in turn: those that take longest come first, so that both end at the same time."""
+    """Files go to two processes in turn: those that take longest come first, so that both end at the same time. `long.py` marks some slow."""
+    for item in items:
+        name = str(item.path.relative_to(ROOT / "tests")) + "::" + item.name
+        if name in LONG or name.partition("[")[0] in LONG:
+            item.add_marker(pytest.mark.slow)
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))

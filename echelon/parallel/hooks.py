@@ -37,7 +37,7 @@ class Hooks:
 
         Unseen gradients go on to add up while they count for the same, and to the end where they are global in `.grad` (`in_place`).
         """
-        seen = 0
+        seen, stays = 0, False
         if self._weight is not None:
             stays = share.weight == self._weight if share.unseen else share.last and in_place()
             seen = 0 if stays else self.look_again()
@@ -46,7 +46,7 @@ class Hooks:
             self._watch_stacks(False)
             self._look_away(share.weight)
         elif share.last and not share.sums_to_one:
-            self._watch_stacks(any(s.param.grad is not None for s in self._slots))
+            self._watch_stacks(not stays and any(s.param.grad is not None for s in self._slots))
         return seen
 
     def handed_back(self, share: Share) -> None:
