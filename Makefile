@@ -42,7 +42,7 @@ sanitize: setup ## the core's stress program under ASan, UBSan and TSan
 demo: setup ## one script by every form on 1, 2 and 4 workers, and the same result
 	@$(PY) examples/demo.py
 
-test: setup ## the stated sample of the tests: all but those marked slow, about 27 minutes on 2 cores
+test: setup ## the stated sample of the tests: all but those marked slow, about 20 minutes on 2 cores
 	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile --reruns 1 -rsR --durations 15
 
 test-all: setup ## every test

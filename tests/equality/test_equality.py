@@ -96,7 +96,7 @@ STORMS = ["plain", "accumulating", "accumulating by hand", "micro-batches", "amp
 @pytest.mark.case("compress: a lost step changes no bit")
 @pytest.mark.case("faults.lose")
 @pytest.mark.case("replay")
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STORMS)
 def test_a_lost_step_changes_no_bit(launched, workers, name):
     ranks = launched("storms", workers)

@@ -22,7 +22,7 @@ from echelon.parallel.pipeline.framed import Label, opened, pack
 from echelon.parallel.pipeline.pool import Pool
 from echelon.parallel.pipeline.schedule import Orders, owners
 
-AHEAD = 3
+AHEAD = 1
 """Receives are posted for so many actions after the present one: more hides more, and takes memory for what is not needed yet."""
 
 
