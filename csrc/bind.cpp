@@ -80,7 +80,13 @@ class CoreGroup {
 
     Work message(bool sends, uintptr_t x, uint64_t bytes, int peer, int tag) {
         auto op = std::make_shared<Message>(sends, reinterpret_cast<void*>(x), bytes, peer, tag);
-        engine_->submit(op);
+        prepare(*op);
+        if (bytes <= Message::SMALL_BYTES) {
+            engine_->submit(op);
+        } else {
+            nb::gil_scoped_release release;  // it may be copied here and now
+            engine_->submit(op);
+        }
         return {engine_, op};
     }
 
@@ -104,6 +110,7 @@ class CoreGroup {
 
   protected:
     virtual std::shared_ptr<Op> make(Request request) = 0;
+    virtual void prepare(Message&) {}
     std::shared_ptr<Engine> engine_;
 
   private:
@@ -165,6 +172,7 @@ class ShmGroup final : public CoreGroup {
     std::shared_ptr<Op> make(Request request) override {
         return std::make_shared<Collective>(*engine_, *shm_, std::move(request));
     }
+    void prepare(Message& message) override { message.lie_ready(shm_->lying_ready_bytes()); }
     Shm* shm_;  // owned by the engine
 };
 

@@ -12,6 +12,7 @@ constexpr int64_t MS = 1000000;
 constexpr int64_t REST_NS = 5 * MS;   // the longest sleep without a look at the peers
 constexpr int64_t LOOK_NS = 8 * MS;    // how often the peers' lives are looked at while waiting
 constexpr int64_t DOZE_NS = MS, LONGEST_DOZE_NS = 16 * MS;  // between two looks of the engine's thread, while there is traffic
+constexpr int MOST_TURNS = 4;         // that a caller moves messages on, while others may be under way too
 constexpr uint32_t MET = 1, LOST = 2;
 }  // namespace
 
@@ -31,6 +32,7 @@ Engine::~Engine() { close(); }
 void Engine::submit(std::shared_ptr<Op> op) {
     Op* raw = op.get();
     under_way_++;
+    if (raw->quiet) quiet_++;  // after the other count, and before it in finish(): nothing loud is ever taken for quiet
     if (failed()) return finish(*raw, LOST);
     {
         std::lock_guard hold(inbox_lock_);
@@ -39,11 +41,13 @@ void Engine::submit(std::shared_ptr<Op> op) {
     }
     if (raw->small && driving_.try_lock()) {
         take_in();
-        bool alone = num_under_way() == 1;  // begun here, and finished by whoever waits for it, or by the thread when it looks
-        if (alone) pump();
+        bool begun = raw->anytime || num_under_way() == 1;  // here; finished by whoever waits for it, or by the thread when it looks
+        if (raw->anytime) for (int turn = 0; turn < MOST_TURNS && !done(*raw) && serve(); turn++) {}
+        else if (begun) pump();
         let_go();
-        if (alone && (done(*raw) || dozing_.load())) return;
+        if (begun && (done(*raw) || dozing_.load())) return;
     }
+    if (raw->quiet) return;
     transport_->wake();  // whoever drives now has one more
     call_thread();
 }
@@ -62,7 +66,7 @@ bool Engine::wait(Op& op, int64_t deadline_ns) {
         if (!done(op) && now_ns() >= deadline_ns) give_up_on(op);
     }
     waiting_--;
-    if (under_way_.load() > 0) call_thread();  // what the others wait for must go on
+    if (loud()) call_thread();  // what the others wait for must go on
     return met(op);
 }
 
@@ -130,6 +134,7 @@ void Engine::take_in() {
 }
 
 void Engine::finish(Op& op, uint32_t state) {
+    if (op.quiet) quiet_--;
     under_way_--;
     op.state.store(state, std::memory_order_release);
     stir();
@@ -153,11 +158,14 @@ bool Engine::pump() {
             take_in();
         }
     }
-    if (!failed() && transport_->num_served() > 0) {  // after a failure nothing is moved any more: whoever drives loses it all
-        std::vector<std::shared_ptr<Op>> finished;
-        moved |= transport_->serve(finished);
-        for (auto& op : finished) finish(*op, MET);
-    }
+    return serve() || moved;
+}
+
+bool Engine::serve() {
+    if (failed() || transport_->num_served() == 0) return false;  // after a failure nothing is moved any more: whoever drives loses it all
+    std::vector<std::shared_ptr<Op>> finished;
+    bool moved = transport_->serve(finished);
+    for (auto& op : finished) finish(*op, MET);
     return moved;
 }
 
@@ -181,7 +189,7 @@ void Engine::drive(Op* op, int64_t deadline_ns) {
     const int64_t yield = op == nullptr ? std::min<int64_t>(yield_ns, 20000) : yield_ns;
     int64_t idle_since = 0, looked = 0;
     uint32_t turns = 0;
-    while (op == nullptr ? !idle() && waiting_.load(std::memory_order_relaxed) == 0 : !done(*op)) {
+    while (op == nullptr ? loud() && waiting_.load(std::memory_order_relaxed) == 0 : !done(*op)) {
         if (failed()) return lose_all();
         if (pump()) {
             idle_since = 0;
@@ -250,12 +258,19 @@ void Engine::run() {
         bool called = doze(nap);
         if (closing_) return;
         if (!called && under_way_.load() == 0) continue;
-        nap = DOZE_NS;
+        if (called || loud()) nap = DOZE_NS;
         if (waiting_.load() > 0) continue;  // whoever waits drives, and calls again if something is left
+        if (!loud()) {  // one look, so that a full ring does not hold up its sender for long
+            if (driving_.try_lock()) {
+                pump();
+                let_go();
+            }
+            continue;
+        }
         driving_.lock();
         drive(nullptr, INT64_MAX);
         let_go();
-        if (incoming_.load(std::memory_order_acquire) && waiting_.load() == 0) call_thread();
+        if (loud() && waiting_.load() == 0) call_thread();
     }
 }
 

@@ -5,6 +5,7 @@
 // for an operation moves all of them (nothing is handed between threads when a call is followed by its wait); while
 // nobody waits, a thread of the engine's own does, and leaves it to the first who waits. Neither holds Python's lock. Small
 // operations do not call that thread; it looks by itself now and then while there is traffic, so that one that nobody waits for goes on too.
+// Quiet ones leave it asleep altogether: a message that comes lies ready until somebody waits for it.
 #pragma once
 
 #include <atomic>
@@ -35,6 +36,8 @@ class Op {
     bool over = false;  // set by step(): the result is there
     int lane = 0;       // the higher, the more urgent; NO_LANE for messages between two ranks
     bool small = false; // cheap to begin on the caller's thread
+    bool anytime = false;  // … whatever else is under way: a message has no place in any order
+    bool quiet = false; // nobody needs it to move before somebody here waits for it
 
   private:
     friend class Engine;
@@ -77,7 +80,7 @@ class Engine {
     explicit Engine(std::unique_ptr<Transport> transport);
     ~Engine();
 
-    // Takes `op` over. Returns at once; a small one with nothing before it is begun here, on the caller's thread.
+    // Takes `op` over. Returns at once; a small one with nothing before it, or one that may begin at any time, is begun here, on the caller's thread.
     void submit(std::shared_ptr<Op> op);
     // Blocks until `op` is over: true when it met, false when it was lost. At the deadline the engine gives up.
     bool wait(Op& op, int64_t deadline_ns);
@@ -109,11 +112,12 @@ class Engine {
     void take_in();                       // inbox -> lanes
     bool pump();                          // one pass over everything; true when something moved
     size_t num_under_way() const;
-    bool idle() const { return !incoming_.load(std::memory_order_acquire) && num_under_way() == 0; }
+    bool serve();                         // messages alone; true when something moved
+    bool loud() const { return under_way_.load() > quiet_.load(); }  // something must go on though nobody waits
     void finish(Op& op, uint32_t state);
     void lose_all();
     void give_up_on(const Op& op);
-    // Moves everything on until `op` is over (nullptr: until nothing is left or somebody waits), or the deadline. Holds driving_.
+    // Moves everything on until `op` is over (nullptr: until nothing loud is left or somebody waits), or the deadline. Holds driving_.
     void drive(Op* op, int64_t deadline_ns);
     // While somebody else drives: looks for a while, then sleeps. True when nobody does any more: driving_ is held.
     bool stand_by(const Op& op, int64_t deadline_ns);
@@ -142,6 +146,7 @@ class Engine {
     std::atomic<bool> dozing_{false};     // it will look by itself
     std::atomic<bool> closing_{false};
     std::atomic<int64_t> under_way_{0};   // taken over and not over yet
+    std::atomic<int64_t> quiet_{0};       // … of these the quiet ones
     std::atomic<int> waiting_{0};         // threads inside wait()
     std::atomic<uint32_t> stirred_{0};    // a futex
     std::atomic<int> standing_by_{0};     // asleep on it

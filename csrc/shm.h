@@ -79,7 +79,10 @@ class Message final : public Op {
     bool step() override { return false; }
     std::vector<int> behind() const override { return peer < 0 ? std::vector<int>{} : std::vector<int>{peer}; }
     std::string what() const override;
+    // Up to `most` bytes it is sent by its caller, as far as the ring takes it, and received by whoever waits.
+    void lie_ready(uint64_t most);
 
+    static constexpr uint64_t SMALL_BYTES = 65536;  // fits a ring, and a socket
     const bool sends;
     char* const x;
     const uint64_t bytes;
@@ -139,6 +142,9 @@ class Shm final : public Transport {
     std::vector<int> names;
     int name(int peer) const { return names.empty() ? peer : names[size_t(peer)]; }
     int number(int name) const;  // the other way; -1 when that one is not of this host
+    // Messages up to here are left to callers and to those who wait. Where ranks have cores to spare, the engine's thread copies
+    // beside them; where they have not, it would only take the script's core away and give it back.
+    uint64_t lying_ready_bytes() const { return threads > 1 ? Message::SMALL_BYTES : layout.ring_bytes / 2; }
     void forget_claimed() { std::erase_if(recvs_, [](auto& message) { return message->claimed; }); }
     // How a peer that sleeps is woken, when it does not sleep on its doorbell.
     std::function<void(int)> on_knock;

@@ -43,7 +43,12 @@ std::string unfit(int from, uint64_t bytes, const Message& wanted) {
 Message::Message(bool sends, void* x, uint64_t bytes, int peer, int32_t tag)
     : sends(sends), x(static_cast<char*>(x)), bytes(bytes), peer(peer), tag(tag) {
     lane = NO_LANE;
-    small = bytes <= 65536;  // fits a ring
+    small = bytes <= SMALL_BYTES;
+}
+
+void Message::lie_ready(uint64_t most) {
+    small = anytime = bytes <= most;
+    quiet = small && !sends;
 }
 
 std::string Message::what() const {

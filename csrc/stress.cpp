@@ -231,7 +231,11 @@ void messages(Rank& rank, uint64_t seed, int rounds) {
         std::vector<std::shared_ptr<Op>> ops = {
             std::make_shared<Message>(true, a.data(), bytes, right, 1), std::make_shared<Message>(true, b.data(), bytes, right, 2),
             std::make_shared<Message>(false, d.data(), bytes, left, 2), std::make_shared<Message>(false, c.data(), bytes, left, 1)};
-        for (auto& op : ops) rank.engine->submit(op);
+        uint64_t most = rank.shm == nullptr ? Message::SMALL_BYTES : draw() % 2 * RING;  // both ways to go about them
+        for (auto& op : ops) {
+            if (rank.shm != nullptr) static_cast<Message&>(*op).lie_ready(most);
+            rank.engine->submit(op);
+        }
         for (auto& op : ops)
             if (!rank.engine->wait(*op, now_ns() + LIMIT_NS)) die("a message was lost: " + rank.engine->failure().reason);
         if (bytes && (c[bytes - 1] != char(round) || d[0] != char(round + 1))) die("a message came wrong");

@@ -67,8 +67,8 @@ class Seat:
 
 
 def chunk_bytes(size: int) -> int:
-    """What goes through shared memory at a time: more among many, who then meet less often; it still fits the second cache."""
-    return 256 * 1024 * (1 if size <= 3 else 2 if size == 4 else 4)
+    """What goes through shared memory at a time: more among many, who then meet less often, and of whom each reads only its share."""
+    return 256 * 1024 * (1 if size <= 3 else 2 if size == 4 else 4 if size <= 8 else 8)
 
 
 def same_memory() -> str:
