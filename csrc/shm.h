@@ -7,11 +7,14 @@
 // the kernel lets go when the process dies, whoever else inherited the descriptor.
 #pragma once
 
+#include <string.h>
+
 #include <functional>
 #include <map>
 #include <mutex>
 
 #include "engine.h"
+#include "far.h"
 
 namespace echelon {
 
@@ -149,6 +152,9 @@ class Shm final : public Transport {
     // How a peer that sleeps is woken, when it does not sleep on its doorbell.
     std::function<void(int)> on_knock;
 
+    // Copies into memory that peers read. Among many it is plain: they read what several wrote, and how long a copy takes says little.
+    void put(void* to, const void* from, uint64_t bytes) { size <= FEW ? far_.copy(to, from, bytes) : void(memcpy(to, from, bytes)); }
+
     // Per lane, on this side only: how many ticks and chunks were used so far.
     struct Cursor { uint32_t tick = 0, in = 0, res = 0, number = 0; } cursors[NUM_LANES];
 
@@ -170,12 +176,15 @@ class Shm final : public Transport {
     char* ring_memory(int sender, int receiver) { return bases_[sender] + layout.rings() + receiver * layout.ring_bytes; }
     void knock(int peer);
     bool alive(int peer) const;
+    void into_ring(int to, uint64_t at, const char* from, uint64_t bytes);  // from byte `at` of the endless stream on
     bool push(Message& message, int to);
     bool takes(const Message& message, int from) const { return message.peer < 0 || message.peer == name(from); }
     void claim(Message& message, int from) { message.peer = name(from), message.claimed = true; }
     bool pull(int from, std::vector<std::shared_ptr<Op>>& finished);
     void match_kept(std::vector<std::shared_ptr<Op>>& finished, bool& moved);
 
+    static constexpr int FEW = 3;
+    Far far_;
     bool mine_no_more_ = false;
     int control_fd_;
     std::vector<int> arena_fds_;

@@ -20,13 +20,7 @@ struct Frame {
 constexpr uint32_t CHECK = 0x6d736731;
 constexpr uint64_t PIECES = 4;  // of a ring: one side writes the next while the other takes the last
 
-// Copies between a flat buffer and a ring, from byte `at` of the endless stream on.
-void into_ring(char* ring, uint64_t ring_bytes, uint64_t at, const char* from, uint64_t bytes) {
-    uint64_t begin = at % ring_bytes, first = std::min(bytes, ring_bytes - begin);
-    memcpy(ring + begin, from, first);
-    memcpy(ring, from + first, bytes - first);
-}
-
+// Copies out of a ring, from byte `at` of the endless stream on.
 void out_of_ring(const char* ring, uint64_t ring_bytes, uint64_t at, char* to, uint64_t bytes) {
     uint64_t begin = at % ring_bytes, first = std::min(bytes, ring_bytes - begin);
     memcpy(to, ring + begin, first);
@@ -127,23 +121,29 @@ bool Shm::serve(std::vector<std::shared_ptr<Op>>& finished) {
     return moved;
 }
 
+void Shm::into_ring(int to, uint64_t at, const char* from, uint64_t bytes) {
+    char* memory = ring_memory(rank, to);
+    uint64_t begin = at % layout.ring_bytes, first = std::min(bytes, layout.ring_bytes - begin);
+    put(memory + begin, from, first);
+    put(memory, from + first, bytes - first);
+}
+
 // Writes as much of a message as the ring takes.
 bool Shm::push(Message& message, int to) {
     Ring& mine = ring(rank, to);
-    char* memory = ring_memory(rank, to);
     uint64_t sent = mine.sent.load(std::memory_order_relaxed);
     uint64_t taken = ring(to, rank).taken.load(std::memory_order_acquire);
     uint64_t room = layout.ring_bytes - (sent - taken), before = message.done;
     if (message.done == 0) {
         if (room < sizeof(Frame)) return false;
         Frame frame{message.bytes, message.tag, CHECK};
-        into_ring(memory, layout.ring_bytes, sent, reinterpret_cast<char*>(&frame), sizeof frame);
+        into_ring(to, sent, reinterpret_cast<char*>(&frame), sizeof frame);
         message.done = sizeof frame;
         sent += sizeof frame;
         room -= sizeof frame;
     }
     uint64_t piece = std::min({room, sizeof(Frame) + message.bytes - message.done, layout.ring_bytes / PIECES});
-    into_ring(memory, layout.ring_bytes, sent, message.x + (message.done - sizeof(Frame)), piece);
+    into_ring(to, sent, message.x + (message.done - sizeof(Frame)), piece);
     message.done += piece;
     if (message.done == before) return false;
     mine.sent.store(sent + piece, std::memory_order_seq_cst);

@@ -176,7 +176,7 @@ Task Collective::direct() {
     std::vector<const void*> from(shm.size);
     auto write = [&](uint64_t c) {
         uint64_t n = std::min(per, request.count - c * per);
-        copy(my_in(), x(c * per), n * element);
+        shm.put(my_in(), x(c * per), n * element);
         cursor.in++;
         return post();
     };
@@ -263,7 +263,7 @@ Task Collective::gather_like() {
     const uint32_t turn = cursor.in;
     auto write = [&](uint64_t c) {
         uint64_t n = std::min(per, request.count - c * per);
-        if (kind != Kind::broadcast || root) copy(my_in(), x(c * per), n * element);
+        if (kind != Kind::broadcast || root) shm.put(my_in(), x(c * per), n * element);
         cursor.in++;
         return post();
     };
@@ -290,7 +290,7 @@ Task Collective::scatter_like() {
     auto write = [&](uint64_t c) {
         uint64_t n = std::min(per, request.count - c * per);
         for (int peer = 0; peer < shm.size && writes; peer++)
-            copy(my_in() + peer * piece, x(peer * request.count + c * per), n * element);
+            shm.put(my_in() + peer * piece, x(peer * request.count + c * per), n * element);
         cursor.in++;
         return post();
     };
