@@ -12,6 +12,7 @@ import torch
 from echelon import expected
 from echelon.loop import Stepping
 from echelon.mesh.limits import Peak
+from echelon.native import blocks
 from echelon.parallel import needs
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Tally:
 
     def told(self) -> dict[str, Any]:
         """For the beat."""
+        blocks.age()
         return {
             "step_bytes": self.step_bytes,
             "step_bytes_expected": self.expected_bytes,

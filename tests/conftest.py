@@ -22,6 +22,11 @@ from tests.s3_server import s3_server as s3_server
 
 ROOT = Path(__file__).resolve().parents[1]
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started in the background: what is started here would be deaf to Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile(
     "busy"

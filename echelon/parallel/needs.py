@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from echelon.errors import NoRoom
 from echelon.mesh import limits, memory
 from echelon.mesh.memory import Have, Tight, TooLarge, Training
+from echelon.native import blocks
 from echelon.parallel.sharded import units
 from echelon.parallel.sharded.split import tree
 from echelon.strategy import Strategy
@@ -63,15 +64,19 @@ def give_back_if_short(
 ) -> bool:
     """Where there is no room for memory that is free and not given back, it is given back from now on."""
     need = memory.needed(found, memory.split_of(strategy, workers))
-    return have is not None and memory.short(need, have, base, activations) and limits.give_back_at_once()
+    if have is None or not memory.short(need, have, base, activations):
+        return False
+    blocks.tighten()
+    return limits.give_back_at_once()
 
 
 def base(models: Iterable[nn.Module], device: torch.device) -> int:
-    """Bytes that this process has without these models, where they lie."""
+    """Bytes that this process has without these models, where they lie; free blocks, which the training will take, are none of them."""
     if device.type != "cpu":
         return 0
+    kept = blocks.sizes()
     made = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if not hasattr(t, "fake_mode")}
-    return max(0, limits.held() - sum(map(_bytes, made.values())))
+    return max(0, limits.held() - sum(map(_bytes, made.values())) - (kept.resident - kept.used))
 
 
 def room(device: torch.device, run: str) -> Have | None:

@@ -114,7 +114,9 @@ class ModelStage:
                     f"the loss function gave {given}, and a loss is one number",
                     remedy="Take the mean over samples, or the sum with loss=sum.",
                 )
-            self.losses[micro] = loss.detach()
+            self.losses[micro] = (
+                loss.detach().clone()
+            )  # a mean may lie in memory of the size of what it was taken of
             kept.loss = loss
         kept.roots = {port.value: env[port.value] for port in plan.gives if port.grad}
         if torch.is_grad_enabled():

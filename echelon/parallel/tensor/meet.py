@@ -62,8 +62,10 @@ class Axis:
         self.outputs = 0
         """Of such outputs so far."""
         self.rank, self.size = group.rank, group.size
-        self.expects, self.expected = False, 0.0
-        """While a step's shapes are looked at: what they make this rank send, in its backward too."""
+        self.expects = False
+        """While a step's shapes are looked at."""
+        self._seen = 0.0
+        self._dealt: list[tuple[float, Callable[[], bool]]] = []
         self.passes = 0
         """Forwards of the model so far."""
 
@@ -79,12 +81,23 @@ class Axis:
     def expect(self, so: bool) -> None:
         """From now on, from nothing; or no more."""
         self.expects = so
-        self.expected = 0.0 if so else self.expected
+        if so:
+            self._seen, self._dealt = 0.0, []
+
+    @property
+    def expected(self) -> float:
+        """What the shapes of the step that was looked at make this rank send, in its backward too."""
+        return self._seen + sum(sent for sent, read in self._dealt if read())
 
     def look(self, verb: Verb, x: Tensor, counts: bool = True) -> None:
         """A forward passed here, and will have sent `x` this way once its backward is over; a backward is not looked at itself."""
         if self.expects and counts and torch._C._current_graph_task_id() == -1 and not shape_only(x):
-            self.expected += x.nbytes * factor(verb, self.size)
+            self._seen += x.nbytes * factor(verb, self.size)
+
+    def look_again(self, x: Tensor, read: Callable[[], bool]) -> None:
+        """An output that stays dealt for now: whether later ones are gathered at once is known when its step is over."""
+        if self.expects:
+            self._dealt.append((x.nbytes * factor("all_gather", self.size), read))
 
     def next_pass(self, module: object, args: object) -> None:
         """The model's forward begins: a hook."""

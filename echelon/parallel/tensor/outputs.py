@@ -35,6 +35,10 @@ class Uses:
     """Cross-entropies of the stretches."""
     gathers: int = 0
 
+    def read(self) -> bool:
+        """Gathered, and never for nothing but a loss."""
+        return self.gathers > 0 and self.losses == 0
+
     @property
     def pays(self) -> bool:
         """A layer whose first outputs were gathered, and none was for a loss, is no output layer."""
@@ -230,6 +234,7 @@ def dealt_as(piece: Tensor, lies: Lies) -> DealtTensor:
 def deal(piece: Tensor, axis: Axis, units: int, uses: Uses) -> Tensor:
     """The tensor of whose last dimension this worker has `piece`."""
     axis.outputs += 1
+    axis.look_again(piece, uses.read)
     return _Deal.apply(piece, Lies(axis, piece.dim() - 1, units, uses, axis.outputs))  # type: ignore[no-any-return]
 
 
