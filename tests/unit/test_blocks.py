@@ -99,7 +99,8 @@ def test_a_forked_child_goes_on_with_its_own_copy():
         for _ in range(10):
             child = os.fork()
             if child == 0:
-                torch.set_num_threads(1)  # as DataLoader's processes do: a team of OpenMP does not outlive a fork
+                # as DataLoader's processes do: a team of OpenMP does not outlive a fork
+                torch.set_num_threads(1)
                 theirs = filled(4, 3)
                 right = bool((mine == 7).all()) and bool((theirs == 3).all())
                 mine.fill_(0)
