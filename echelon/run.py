@@ -24,7 +24,6 @@ from echelon.errors import UsageError
 from echelon.events import Beat, Facts, Sink, Warned
 from echelon.keeping import Keeping
 from echelon.loop import Yielding
-from echelon.native import blocks
 from echelon.parallel import arriving, backward, clip, norm
 from echelon.parallel.average import Average
 from echelon.parallel.exchange import Exchange, ReduceOp
@@ -60,7 +59,6 @@ class Run:
         self.place, self.strategy, self.member, self.emit = place, strategy, member, emit
         self.name, self.run_dir = place.run, place.run_dir
         randomness.seed_everything(strategy.seed)
-        blocks.use()
         self.world = world or build.world(place, strategy, member)
         self.machine = Machine(strategy, self.rank, self.world.part[1], emit)
         self.machine.leads, self.machine.split.group = self.world.leads, self.world.model
@@ -169,9 +167,7 @@ class Run:
         Models, optimizers and schedulers come back as the same objects. May be called again with more. A resumed run
         restores each of them here.
         """
-        prepared = self.prepared.prepare(objects, loader_options)
-        blocks.settle()  # models were moved, split, copied: training takes other memory
-        return prepared
+        return self.prepared.prepare(objects, loader_options)
 
     def track(self, obj: Any) -> Any:
         """`obj` (anything with state_dict and load_state_dict) is saved with checkpoints and put back when a step is lost."""

@@ -73,6 +73,8 @@ class Tally:
         if self.prepared.rounds is None:  # copies meet between steps, and that is what they do
             self._mark = self._moved()
         self._expect(self._steps == 0)
+        if self._steps == 0:
+            blocks.settle()  # models were made, moved, split: training takes other memory
         if self._steps:
             self.prepared.graphs.end()
 
