@@ -66,7 +66,12 @@ def measure(row: Row, peer: str = "gloo") -> Found:
 
 
 def _launch(row: Row, number: int) -> Found:
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": str(record.ROOT)}
+    env = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "PYTHONPATH": str(record.ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # as the peers, on CPU
     with tempfile.TemporaryDirectory() as folder:
         out, output = Path(folder) / "times.json", Path(folder) / "output"
         with output.open("wb") as shown:

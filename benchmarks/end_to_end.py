@@ -34,7 +34,12 @@ def measure(workers: int, rounds: int, model: str) -> dict[str, object]:
         out = Path(folder) / "times.json"
         command = [sys.executable, "-m", "echelon", "run", "--workers", str(workers), "--run-dir", f"{folder}/run",
                    str(worker), model, str(rounds), str(out), "", "split"]  # fmt: skip
-        env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": str(record.ROOT)}
+        env = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            **os.environ,
+            "PYTHONPATH": str(record.ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        }  # as the peers, on CPU
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
         if not out.exists():
             sys.exit(f"the run failed with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -65,13 +65,20 @@ class Mirror:
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def begin(self, model: int, copy: Copy) -> None:
-        """The first fill of a model; blocks until the partner has it, or is given up."""
+        """The first fill of a model; blocks until the partner has it, or is given up: then it is filled with all others that are held."""
         with self._lock:
             if self.link is None and self._thread is None:
                 self.link = self._connect(Deadline.after(FIRST_S), wait=True)
             if self.link is None:
                 return
-            filled = self._fill(self.link, model, copy)
+            gone, filled = None, None
+            try:
+                filled = self._fill(self.link, model, copy)
+            except EchelonError as error:  # the partner was killed a moment ago
+                gone = error
+        if gone is not None:
+            self._do_without(gone)
+            return
         self.wait([filled])
         if self.link is not None and not self.whole:
             self._whole_now()

@@ -231,12 +231,16 @@ class Training:
                 one.answer({"updates": shard.updates, "held": self.term > 0})
 
     def _make(self, at: tuple[int, int], spec: list[tuple[Any, ...]], request: Request) -> None:
-        copy = self.copies.make(spec, request.tensors[0])
-        if request.head.get("replicas"):
+        self.copies.held[at] = copy = self.copies.make(spec, request.tensors[0])
+        if not request.head.get("replicas"):
+            return
+        try:
             mirror = self.mirrors.get(at[0]) or self._mirror(at[0], there=True)
             if mirror is not None:
                 mirror.begin(at[1], copy)
-        self.copies.held[at] = copy
+        except BaseException:
+            del self.copies.held[at]
+            raise
 
     def _push(self, request: Request) -> None:
         copy, head = self.copies.of(request), request.head

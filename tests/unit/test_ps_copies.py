@@ -256,6 +256,22 @@ def test_a_server_that_ends_in_the_middle_of_a_step_costs_nothing(make, when):
     check(held, 2)
 
 
+def test_a_model_is_opened_while_the_partner_has_just_ended(make):
+    """Its copy is filled with the others when the partner is there again, and takes over."""
+    site = make()
+    first = site.held()
+    site.end(0)
+    second = site.held(model=2)
+    site.start(0)
+    site.until_copied()
+    for made in (first, second):
+        assert site.all(lambda w, made=made: stepped(made[w], 0, w)) == [None, None]
+    site.end(1)
+    for made in (first, second):
+        assert site.all(lambda w, made=made: stepped(made[w], 1, w)) == [None, None]
+        check(made, 2)
+
+
 def test_without_a_whole_copy_nobody_takes_over_and_workers_are_told(make):
     site = make(2, 2)
     held = site.held()
