@@ -4,7 +4,7 @@ mesh/memory.py. Asked once the first step is over: then it is known where a mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,9 @@ from echelon.parallel.sums import SumWire
 if TYPE_CHECKING:
     from echelon.piped import Piped
     from echelon.prepared import Prepared
+
+
+NOTHING = Graph(0, 0)
 
 
 def step_bytes(prepared: Prepared) -> float | None:
@@ -81,11 +84,16 @@ def _piped_bytes(piped: Piped) -> int:
     graphs = piped.graphs
 
     def sizes(stage: int, micro: int) -> tuple[int, int, int]:
-        label = id(piped.model), stage, micro
-        found = graphs.found.get(label) or Graph(0, 0)
+        label: Hashable = (id(piped.model), stage, micro)
+        if (
+            label not in graphs.found
+        ):  # dealt to this worker after the first step: as the largest that it had in that
+            same = [a for a in graphs.found if isinstance(a, tuple) and a[:2] == (id(piped.model), stage)]
+            label = max(same, key=lambda a: (graphs.found[a] or NOTHING).kept, default=label)
+        found = graphs.found.get(label) or NOTHING
         return found.kept, found.most, graphs.left.get(label, 0)
 
-    order = piped.dealer.orders(piped.num_micros)[piped.world.pipe.rank] if piped.num_micros else ()
+    order = piped.orders[piped.world.pipe.rank] if piped.orders else ()
     messages = piped.runtime.pool.num_bytes if piped.world.device.type == "cpu" else 0
     return bubble.held(order, sizes) + piped.batch_bytes + messages
 
@@ -117,12 +125,12 @@ def _meeting(sync: GradSync, local_steps: int) -> float | None:
 
 def _crossing(piped: Piped) -> float:
     """The micro-batches of one batch that this worker has, each with its own shapes."""
-    if not piped.num_micros:  # it was not trained in this step
+    if not piped.orders:  # it was not trained in this step
         return 0.0
     rank, places = piped.world.pipe.rank, piped.strategy.stages
     where = [stage % places for stage in range(piped.num_stages)]
     place = piped.world.mesh.stage(piped.world.rank)
-    mine = {a.micro for a in piped.dealer.orders(piped.num_micros)[rank] if a.kind == "forward"}
+    mine = {a.micro for a in piped.orders[rank] if a.kind == "forward"}
     return sum(
         moves.piped(_crossings(port for s in piped.stages.values() for port in (*s.takes(m), *s.gives(m))), where, place, 1)
         for m in mine

@@ -101,7 +101,9 @@ class Piped:
         self.ran: Ran | None = None
         """What the last step took here."""
         self.loss_dtype = torch.float32
-        self.calls = self.num_micros = 0
+        self.calls = 0
+        self.orders: Orders = ()
+        """Of the last step."""
         self.dealer = Dealer(strategy.schedule, strategy.widths, self.chunks, strategy.speeds)
         machine.keepers.append(self.dealer)
         self._inner: Callable[..., Any] | None = None
@@ -184,9 +186,8 @@ class Piped:
         self.batch_bytes = max(self.batch_bytes, sum(t.nbytes for t in self.batch))
         for stage in self.stages.values():
             stage.begin(micros, loss_fn)
-        self.num_micros = len(micros)
         share = self.machine.share
-        orders = self.dealer.orders(len(micros))
+        self.orders = orders = self.dealer.orders(len(micros))
         mine = orders[self.world.pipe.rank]
         early = mine[-1] if self.overlaps else None
         all_count = share.counts and all(m.counts for m in micros)

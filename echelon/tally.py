@@ -14,6 +14,7 @@ from echelon.loop import Stepping
 from echelon.mesh.limits import Peak
 from echelon.native import blocks
 from echelon.parallel import needs
+from echelon.parallel.pipeline.schedule import Orders
 
 if TYPE_CHECKING:
     from echelon.prepared import Prepared
@@ -28,7 +29,10 @@ class Tally:
         self.expected_peak: int | None = None
         self.activations: int | None = None
         """Of the expected peak: what a forward keeps, and its backward takes beside."""
-        self._first = self._later = 0.0
+        self._first = self._later = self._later_expected = 0.0
+        self._now_expected: float | None = None
+        self._orders: list[Orders] = []
+        """Of pipelines, in the step for which that was: micro-batches are dealt by speed."""
         self._steps = 0
         self._again = False
         """The step that is under way was lost before: what it took to come back would count as its own."""
@@ -89,11 +93,27 @@ class Tally:
         if self._steps > 1:
             self._later += moved
             self.prepared.graphs.end()
+            if any(
+                piped.orders is not old
+                for piped, old in zip(self.prepared.piped.values(), self._orders, strict=False)
+            ):
+                self._expect_now()
+            if fresh and self._now_expected is not None:
+                self._later_expected += self._now_expected
+                self.expected_bytes = self._later_expected / (self._steps - 1)
             return
         self._first += moved
-        self.expected_bytes = expected.step_bytes(self.prepared)
-        self.expected_peak, self.activations = expected.peak_bytes(self.prepared)
+        self._expect_now()
+        self.expected_bytes = self._now_expected
         self._heed_room()
+
+    def _expect_now(self) -> None:
+        """What the step that was just made is expected to have moved, and the most memory up to it."""
+        self._orders = [piped.orders for piped in self.prepared.piped.values()]
+        self._now_expected = expected.step_bytes(self.prepared)
+        peak, activations = expected.peak_bytes(self.prepared)
+        if peak is not None and peak > (self.expected_peak or 0):
+            self.expected_peak, self.activations = peak, activations
 
     def _heed_room(self) -> None:
         """What did not look short before the first batch may be so with it."""
