@@ -9,7 +9,7 @@ READY := .venv/.ready
 
 NATIVE := build/native/.built
 
-.PHONY: help setup native sanitize demo test test-all check bench clean
+.PHONY: help setup native sanitize demo quick test test-all check golden counts bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,17 +42,28 @@ sanitize: setup ## the core's stress program under ASan, UBSan and TSan
 demo: setup ## one script by every form on 1, 2 and 4 workers, and the same result
 	@$(PY) examples/demo.py
 
-test: setup ## the stated sample of the tests: all but those marked slow, about 20 minutes on 2 cores
-	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile --reruns 1 -rsR --durations 15
+QUICK := tests/unit tests/contract tests/equality/test_forms.py --ignore tests/contract/test_among_hosts.py --ignore tests/contract/test_games.py
 
-test-all: setup ## every test
-	@$(PY) -m pytest
+quick: setup ## unit tests, contracts, one cell a form: two minutes, for every save
+	@$(PY) -m pytest -m "not slow" -n 3 $(QUICK)
+
+test: setup ## what every change must pass: about 11 minutes on 2 cores
+	@$(PY) -m pytest -m "not slow" -n 4 --second-try --durations 15
+
+test-all: setup ## every test, the slow ones too; PART=2/8 runs an eighth of them, and the parts add up
+	@$(PY) -m pytest -n 4 --second-try $(if $(PART),--part $(PART))
 
 check: setup ## format, lint, strict types, layers
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m pytest tests/unit/test_layers.py
+
+golden: setup ## hashes of what 38 trainings end with, compared with those in the file; ARGS=--write writes them anew
+	@$(PY) -m tests.exact.golden $(ARGS)
+
+counts: setup ## calls, messages and bytes of a step, instructions of the core's loops, compared; ARGS=--write writes them anew
+	@$(PY) -m tests.exact.counts $(ARGS); calls=$$?; $(PY) -m tests.exact.instructions $(ARGS) && exit $$calls
 
 bench: setup ## step times against torch's own; writes benchmarks/results (others: benchmarks/README.md)
 	@$(PY) benchmarks/run.py $(ARGS)

@@ -11,7 +11,6 @@
 #include "bind_update.h"
 #include "hier.h"
 #include "kernels.h"
-#include "reroute.h"
 #include "shm_ops.h"
 #include "spread.h"
 
@@ -261,14 +260,6 @@ NB_MODULE(_core, m) {
     m.def("combines", [](int dtype, int op) { return combines(DType(dtype), RedOp(op)); });
     m.def("fold", &fold, "dst"_a, "srcs"_a, "count"_a, "dtype"_a, "op"_a);
     bind_updates(m);
-    m.def("block_memory_of", &block_memory_of, "library"_a);
-    m.def("tighten_blocks", [] { blocks()->tighten(); });
-    m.def("settle_blocks", [] { blocks()->settle(); });
-    m.def("age_blocks", [] { blocks()->age(); });
-    m.def("blocks", [] {
-        Blocks::Sizes sizes = blocks()->sizes();
-        return std::tuple{sizes.used, sizes.most_used, sizes.resident, sizes.fresh};
-    });
     m.def("format", [](int fd, uint64_t size, uint64_t chunk_bytes, uint64_t ring_bytes, uint64_t term) {
         Shm::format(fd, layout(size, chunk_bytes, ring_bytes), term);
     });

@@ -79,6 +79,11 @@ Layout layout_of(int control_fd) {
 
 }  // namespace
 
+uint64_t whole_pages(uint64_t bytes) {
+    const uint64_t page = uint64_t(sysconf(_SC_PAGESIZE));
+    return (bytes + page - 1) / page * page;
+}
+
 void Shm::format(int control_fd, const Layout& layout, uint64_t term) {
     allot(control_fd, 0, layout.control_bytes());
     char* at = map(control_fd, 0, layout.control_bytes());
@@ -165,7 +170,7 @@ std::vector<int> Shm::short_of(int lane, uint32_t target) const {
 
 char* Shm::allocate(uint64_t bytes) {
     std::lock_guard hold(regions_lock_);
-    Region region{end_, (std::max<uint64_t>(bytes, 1) + 4095) / 4096 * 4096, nullptr};
+    Region region{end_, whole_pages(std::max<uint64_t>(bytes, 1)), nullptr};
     const int fd = arena_fds_[rank];
     try {
         if (ftruncate(fd, off_t(region.offset + region.bytes)) != 0)

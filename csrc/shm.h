@@ -61,13 +61,16 @@ struct alignas(128) Ring {
     alignas(64) std::atomic<uint64_t> taken; // in the receiver's arena, for each sender
 };
 
+// Rounded up to whole pages of this kernel (4, 16 or 64 KiB): offsets of mappings must be.
+uint64_t whole_pages(uint64_t bytes);
+
 struct Layout {
     uint64_t size, chunk_bytes, ring_bytes;
     uint64_t chunks() const { return size * sizeof(Ring); }
     uint64_t urgent() const { return chunks() + (NUM_IN + NUM_RES) * chunk_bytes; }  // the chunks of the lanes above the first
     uint64_t rings() const { return chunks() + NUM_LANES * (NUM_IN + NUM_RES) * chunk_bytes; }
-    uint64_t base_bytes() const { return (rings() + size * ring_bytes + 4095) / 4096 * 4096; }
-    uint64_t control_bytes() const { return (sizeof(Header) + size * sizeof(Slot) + 4095) / 4096 * 4096; }
+    uint64_t base_bytes() const { return whole_pages(rings() + size * ring_bytes); }
+    uint64_t control_bytes() const { return whole_pages(sizeof(Header) + size * sizeof(Slot)); }
 };
 
 struct Region {  // of an arena, mapped here

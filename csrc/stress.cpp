@@ -11,7 +11,6 @@
 #include <functional>
 #include <random>
 
-#include "blocks.h"
 #include "crew.h"
 #include "hier.h"
 #include "kernels.h"
@@ -344,40 +343,6 @@ void crew(std::mt19937_64& draw) {
     for (auto& one : callers) one.join();
 }
 
-// Threads that take and give blocks: no two have the same bytes, and what is kept stays within what was in use.
-void blocks(std::mt19937_64& draw) {
-    Blocks blocks(1ull << 32, 1'000'000);
-    std::vector<std::thread> callers;
-    for (int caller = 0; caller < 3; caller++)
-        callers.emplace_back([&, seed = draw()] {
-            std::mt19937_64 own(seed);
-            struct Mine { uint64_t* at; uint64_t count, mark; };
-            std::vector<Mine> mine;
-            for (int turn = 0; turn < 400; turn++) {
-                if (mine.size() < 8 && own() % 2 == 0) {
-                    uint64_t count = 1 + own() % 40000, mark = own();
-                    auto at = static_cast<uint64_t*>(blocks.take(count * sizeof mark));
-                    if (at == nullptr || !blocks.has(at) || uintptr_t(at) % 64 != 0) die("no block, or not as it should lie");
-                    for (uint64_t i = 0; i < count; i++) at[i] = mark + i;
-                    mine.push_back({at, count, mark});
-                } else if (!mine.empty()) {
-                    Mine one = mine[turn % mine.size()];
-                    mine.erase(mine.begin() + long(turn % mine.size()));
-                    for (uint64_t i = 0; i < one.count; i++)
-                        if (one.at[i] != one.mark + i) die("somebody else wrote into a block");
-                    blocks.give(one.at);
-                }
-                if (turn % 50 == 0) blocks.age();
-                auto sizes = blocks.sizes();
-                if (sizes.used > sizes.resident || sizes.resident > sizes.most_used + sizes.most_used / 16) die("too much is kept");
-            }
-            for (auto& one : mine) blocks.give(one.at);
-        });
-    for (auto& one : callers) one.join();
-    blocks.settle();
-    if (blocks.sizes().used != 0 || blocks.sizes().resident != 0) die("blocks are left");
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -409,7 +374,7 @@ int main(int argc, char** argv) {
         for (auto& thread : threads) thread.join();
         for (auto& rank : ranks) rank->engine->close();
         ranks.clear();
-        if (game % 4 == 0) crew(draw), blocks(draw);
+        if (game % 4 == 0) crew(draw);
         done += part;
         ended += uint64_t(lost > 0);
     }

@@ -21,7 +21,6 @@ from echelon.control.member import Member
 from echelon.data.deal import Cut
 from echelon.env import Place
 from echelon.mesh.axes import Mesh, laid
-from echelon.native import blocks
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
 from echelon.parallel.coded import CodedWire
@@ -96,7 +95,6 @@ def world(place: Place, strategy: Strategy, member: Member | None) -> World:
     require_whole(strategy)
     demands.workers(strategy, place.world_size)
     device = device_for(place.local_rank)
-    blocks.use()
     backend = backend_for(strategy.backend, device, place.world_size, bool(place.address))
     groups = Groups(backend, place.rank, place.world_size, device, member)
     groups.pretend(place.incarnation > 0)  # the others are somewhere in the script: rejoin.py

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.errors import UsageError
+
 PREFIX = "ECHELON_"
+
+ROOM = PREFIX + "ROOM"
+"""A fork server's: it makes room where /proc shows the environment of the roles that it forks."""
+
+
+LAID = PREFIX + "LAID"
+"""The names of variables that a role was started with for the dynamic linker and the allocator, and that no script shall see."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +114,61 @@ def for_process(where: Place, *, num_threads: int | None, token_file: Path) -> d
         "LOCAL_RANK": str(where.local_rank),
         "PYTHONUNBUFFERED": "1",
     }
-    if num_threads is not None:
-        env |= {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
-    return env
+    return env | ({} if num_threads is None else _threads(num_threads))
+
+
+def _threads(count: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+
+
+def for_libraries(num_threads: int | None) -> dict[str, str]:
+    """What a fork server gets beside the guard's environment: libraries read it when they are imported, once for all roles.
+
+    numpy's OpenBLAS starts threads at its import unless it is told to use one; roles set their own number."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        **({} if num_threads is None else _threads(num_threads)),
+    }
+
+
+def cold_start() -> bool:
+    """ECHELON_START=cold: every role imports torch for itself."""
+    wanted = os.environ.get(PREFIX + "START") or "fork"
+    if wanted not in ("fork", "cold"):
+        raise UsageError(f"{PREFIX}START={wanted} is not known", remedy="Use fork (the default) or cold.")
+    return wanted == "cold"
+
+
+def everything() -> dict[str, str]:
+    """This process's environment as it is now."""
+    return dict(os.environ)
+
+
+def replace(new: Mapping[str, str]) -> dict[str, str]:
+    """Makes `new` this process's environment, and gives what it was before."""
+    before = dict(os.environ)
+    for name in before:
+        if name not in new:
+            del os.environ[name]
+    os.environ.update(new)
+    return before
+
+
+def malloc(environment: Mapping[str, str]) -> str:
+    """ECHELON_MALLOC: auto, none, or the path of an allocator."""
+    return environment.get(PREFIX + "MALLOC") or "auto"
+
+
+def laid(variables: Mapping[str, str]) -> dict[str, str]:
+    """These variables for a new role, with a note by which it takes them out again."""
+    return {**variables, LAID: ",".join(variables)} if variables else {}
+
+
+def take_back() -> None:
+    """Takes out what `laid` put in, so that the script and its subprocesses see the user's environment."""
+    for name in filter(None, os.environ.pop(LAID, "").split(",")):
+        os.environ.pop(name, None)
 
 
 def own_token() -> str | None:

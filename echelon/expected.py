@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echelon.mesh import memory, moves
+from echelon.mesh import allocator, memory, moves
 from echelon.mesh.moves import Crossing
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.coded import CodedWire
@@ -65,7 +65,9 @@ def peak_bytes(prepared: Prepared) -> tuple[int | None, int | None]:
     if training.parameters and (split.stages > 1 or split.tensor > 1) and split.level < 2:
         split = replace(split, largest_stage=here * split.tensor / training.parameters)
     kept = activation_bytes(prepared)
-    return memory.peak(memory.needed(training, split), base, kept or 0), kept
+    need = memory.needed(training, split)
+    beside = allocator.kept_beside(need.total + (kept or 0)) if prepared.world.device.type == "cpu" else 0
+    return memory.peak(need, base + beside, kept or 0), kept
 
 
 def activation_bytes(prepared: Prepared) -> int | None:

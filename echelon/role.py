@@ -1,4 +1,4 @@
-"""The main of every process of a run: `python -m echelon.role worker|server|coordinator`. It only wires.
+"""The main of every process of a run: `python -m echelon.role worker|server|coordinator|forkserver`. It only wires.
 
 A worker is set up so that the script sees what plain python would show it (sys.argv, sys.path, __main__), and tells
 the run how the script ended: Left, or Failed with the script's own traceback.
@@ -20,7 +20,7 @@ import types
 from collections.abc import Sequence
 from typing import NoReturn
 
-from echelon import activity, env
+from echelon import activity, dynamo, env, forkserver
 from echelon.clock import Deadline
 from echelon.control import member, stacks
 from echelon.control.roster import WORKER
@@ -34,9 +34,16 @@ LEAVE_S = 2.0
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Never returns: the process ends with the script's code."""
-    faulthandler.enable(all_threads=False)
-    ours, script = _split(sys.argv[1:] if argv is None else list(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    ours, script = _split(words)
     options = _parser().parse_args(ours)
+    if options.role == "forkserver":
+        ours, script = _split(forkserver.serve(options.socket_fd, options.imports))
+        options = _parser().parse_args(ours)
+    else:
+        dynamo.postpone()
+    env.take_back()
+    faulthandler.enable(all_threads=False)
     token = env.take_token()
     where = env.place()
     if token is None or not where.supervised:
@@ -258,6 +265,10 @@ def _parser() -> argparse.ArgumentParser:
         role.add_argument("--run", required=True)
     roles.choices["coordinator"].add_argument("--listen-fd", type=int, required=True)
     roles.choices["coordinator"].add_argument("--lifeline-fd", type=int)
+    fork_server = roles.add_parser("forkserver")
+    fork_server.add_argument("--socket-fd", type=int, required=True)
+    fork_server.add_argument("--imports", nargs="*", default=[])
+    fork_server.add_argument("--room", help="makes room for the command lines of the roles")
     return parser
 
 

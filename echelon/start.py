@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from echelon import env
+from echelon import env, preload
 from echelon import strategy as strategies
 from echelon.clock import Deadline
 from echelon.control import member as members
@@ -46,6 +46,7 @@ def init(
     global _run
     if _run is not None:
         return _run
+    preload.settle()
     if _rehearsal is not None:
         set_by_user, rehearsed = _rehearsal
         _run = rehearsed(_strategy(strategy, seed, fields, {"set_by_user": set_by_user}))

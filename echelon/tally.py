@@ -11,8 +11,8 @@ import torch
 
 from echelon import expected
 from echelon.loop import Stepping
+from echelon.mesh import allocator
 from echelon.mesh.limits import Peak
-from echelon.native import blocks
 from echelon.parallel import needs
 from echelon.parallel.pipeline.schedule import Orders
 
@@ -59,7 +59,6 @@ class Tally:
 
     def told(self) -> dict[str, Any]:
         """For the beat."""
-        blocks.age()
         return {
             "step_bytes": self.step_bytes,
             "step_bytes_expected": self.expected_bytes,
@@ -78,7 +77,7 @@ class Tally:
             self._mark = self._moved()
         self._expect(self._steps == 0)
         if self._steps == 0:
-            blocks.settle()  # models were made, moved, split: training takes other memory
+            allocator.release()  # models were made, moved, split: training takes other memory
         if self._steps:
             self.prepared.graphs.end()
 

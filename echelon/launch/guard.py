@@ -5,11 +5,13 @@ role leaves behind (DataLoader workers, daemons, subprocesses in sessions of the
 socket to the supervisor; end of file there means that the supervisor died, and ends the tree.
 
 Messages are one JSON object each (SOCK_SEQPACKET). From the supervisor:
-    {"do": "spawn", "id", "argv", "env", "cwd"}   with 2 or 3 descriptors: stdout, stderr, one to become fd 3
+    {"do": "spawn", "id", "argv", "env", "cwd"}   with 2 or 3 descriptors: stdout, stderr, one to become fd 3. With a
+        "fork": {"argv", "env"} the process is forked by a server that this command starts (echelon/forkserver.py)
     {"do": "remove", "paths"}                              files to delete at the end
     {"do": "end", "grace_s"}                               end the tree; a second one may shorten the grace
 To it: {"started": id, "pid"}, {"exited": id, "pid", "status", "peak_rss_bytes"}, {"asked": n} for a signal to the guard
-itself (the supervisor decides; a second one ends the tree at once), and {"ended": true} last.
+itself (the supervisor decides; a second one ends the tree at once), {"cold": why} once when processes are started one by
+one and not forked, and {"ended": true} last.
 
 This file needs only the standard library and runs as `python -I -S guard.py FD`, so that it starts in 20 ms.
 """
@@ -136,12 +138,70 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+class ForkServer:
+    """The guard's end of the process that forks roles. It is there while a role is wanted, and goes when the last was forked.
+
+    One role at a time is asked for. `unclaimed` are exits of processes that may be roles of which it has not told yet.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[dict[str, object], list[int]]] = []
+        self.socket: socket.socket | None = None
+        self.unclaimed: dict[int, tuple[int, int]] = {}
+        self.works = True
+
+    def want(self, message: dict[str, object], fds: list[int]) -> None:
+        self.wanted.append((message, [os.dup(fd) for fd in fds]))
+
+    def ask(self) -> str:
+        """Asks for the first that is wanted; "" or why that cannot be."""
+        assert self.socket is not None
+        message, fds = self.wanted[0]
+        env = dict(os.environ) | message["env"]  # type: ignore[operator]
+        request = {"id": message["id"], "argv": message["argv"], "env": env, "cwd": message["cwd"]}
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        try:
+            self.socket.sendmsg([json.dumps(request).encode()], rights)
+        except OSError as error:
+            return f"no role can be asked of the process that forks: {error}"
+        return ""
+
+    def hear(self) -> dict[str, object]:
+        """Its answer, {"cold": why} when there will be none."""
+        assert self.socket is not None
+        try:
+            data = self.socket.recv(MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        answer: dict[str, object] = (
+            json.loads(data) if data else {"cold": "the process that forks them ended"}
+        )
+        return answer
+
+    def done(self) -> dict[str, object]:
+        """The first that is wanted is so no longer; its message."""
+        message, fds = self.wanted.pop(0)
+        for fd in fds:
+            os.close(fd)
+        return message
+
+    def close(self) -> None:
+        """It ends by itself when its socket is closed."""
+        if self.socket is not None:
+            self.socket.close()
+        self.socket = None
+        self.unclaimed.clear()
+        while self.wanted:
+            self.done()
+
+
 class Guard:
     """One run's guard: `run()` returns when the tree is gone."""
 
     def __init__(self, supervisor: socket.socket) -> None:
         self.supervisor = supervisor
         self.roles: dict[int, str] = {}
+        self.forks = ForkServer()
         self.seen: set[int] = set()
         self.remove: list[str] = []
         self.force_at: float | None = None
@@ -170,13 +230,16 @@ class Guard:
 
     def turn(self, wait_s: float) -> None:
         """Waits for a message or an exit, at most `wait_s`; handles every message and exit there is."""
-        watched: list[int | socket.socket] = [self.wake, *([self.supervisor] if self.open else [])]
+        forks = [self.forks.socket] if self.forks.socket is not None else []
+        watched: list[int | socket.socket] = [self.wake, *([self.supervisor] if self.open else []), *forks]
         ready, _, _ = select.select(watched, [], [], wait_s)
         if self.wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self.wake, 4096)
         if self.supervisor in ready:
             self.listen()
+        if self.forks.socket is not None and self.forks.socket in ready:
+            self.hear_forks()
         self.collect()
 
     def listen(self) -> None:
@@ -194,7 +257,10 @@ class Guard:
             return
         message = json.loads(data)
         if message["do"] == "spawn" and self.force_at is None:
-            self.spawn(message, list(fds))
+            if "fork" in message and self.forks.works:
+                self.fork(message, list(fds))
+            else:
+                self.spawn(message, list(fds))
         elif message["do"] == "remove":
             self.remove += message["paths"]
         elif message["do"] == "end":
@@ -212,8 +278,13 @@ class Guard:
     def end(self, grace_s: float) -> None:
         at = time.monotonic() + grace_s
         self.force_at = at if self.force_at is None else min(at, self.force_at)
+        self.forks.close()
 
     def spawn(self, message: dict[str, object], fds: list[int]) -> None:
+        """Starts it as a program of its own."""
+        self.note_start(str(message["id"]), self.execute(message, fds))
+
+    def execute(self, message: dict[str, object], fds: list[int]) -> int:
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             try:
@@ -222,9 +293,50 @@ class Guard:
                 os.write(2, f"cannot start {message['argv']}: {error}\n".encode())
             finally:
                 os._exit(127)
-        self.roles[pid] = str(message["id"])
         self.seen.add(pid)
-        self.tell({"started": message["id"], "pid": pid})
+        return pid
+
+    def fork(self, message: dict[str, object], fds: list[int]) -> None:
+        """Asks the fork server for it, which is started when it is not there."""
+        self.forks.want(message, fds)
+        if self.forks.socket is not None:
+            return  # it is asked when those before have been answered
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+        self.forks.socket = ours
+        program: dict[str, object] = {**message["fork"], "cwd": message["cwd"]}  # type: ignore[dict-item]
+        with theirs:
+            self.execute(program, [1, 2, theirs.fileno()])
+        why = self.forks.ask()
+        if why:
+            self.start_cold(why)
+
+    def hear_forks(self) -> None:
+        answer = self.forks.hear()
+        why = str(answer.get("cold", ""))
+        if not why:
+            message = self.forks.done()
+            if "forked" in answer:
+                pid = int(str(answer["pid"]))
+                self.note_start(str(message["id"]), pid)
+                if pid in self.forks.unclaimed:
+                    self.note_exit(pid, *self.forks.unclaimed.pop(pid))
+            if self.forks.wanted:
+                why = self.forks.ask()
+            else:
+                self.forks.close()
+        if why:
+            self.start_cold(why)
+
+    def start_cold(self, why: str) -> None:
+        """Those that wait for the fork server, and all that come later, become programs of their own."""
+        self.forks.works = False
+        self.tell({"cold": why})
+        while self.forks.wanted:
+            message, fds = self.forks.wanted[0]
+            self.spawn(message, fds)
+            self.forks.done()
+        self.forks.close()
 
     def collect(self) -> None:
         """Collects every exit there is, and tells those of roles with their memory peak."""
@@ -236,10 +348,19 @@ class Guard:
             if pid == 0:
                 return
             if pid in self.roles:
-                peak = usage.ru_maxrss * 1024
-                self.tell(
-                    {"exited": self.roles.pop(pid), "pid": pid, "status": status, "peak_rss_bytes": peak}
-                )
+                self.note_exit(pid, status, usage.ru_maxrss * 1024)
+            elif self.forks.wanted:
+                self.forks.unclaimed[pid] = (status, usage.ru_maxrss * 1024)
+
+    def note_start(self, id: str, pid: int) -> None:
+        self.roles[pid] = id
+        self.seen.add(pid)
+        self.tell({"started": id, "pid": pid})
+
+    def note_exit(self, pid: int, status: int, peak_rss_bytes: int) -> None:
+        self.tell(
+            {"exited": self.roles.pop(pid), "pid": pid, "status": status, "peak_rss_bytes": peak_rss_bytes}
+        )
 
     def look_for_segments(self) -> None:
         """Remembers descendants that made shared memory, so that their files can be removed when they were killed."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from echelon import env
+from echelon import env, preload
+from echelon import strategy as strategies
 from echelon.clock import Deadline
 from echelon.control import net
 from echelon.control import token as tokens
@@ -19,7 +20,7 @@ from echelon.control.handshake import JOINER
 from echelon.control.roster import SERVER, WORKER
 from echelon.control.rpc import Client, Identity
 from echelon.errors import AuthError, UsageError, WorldError
-from echelon.launch import sameness
+from echelon.launch import allocator, sameness
 from echelon.launch.local import Job, make_plan
 from echelon.launch.meeting import Me, meet
 from echelon.launch.rundir import RunDir
@@ -68,7 +69,11 @@ def _work(
     folder = RunDir((env.runs_dir() / description["name"]).resolve(), owned=False)
     folder.logs.mkdir(parents=True, exist_ok=True)
     grace_s = float(description.get("grace_s", 30.0))
-    plan = make_plan(job, description["name"], folder.path, coordinator, grace_s).seated(seat)
+    chosen = strategies.merge(description.get("set_by_user", {}), {})
+    imports, malloc = preload.imports(chosen), allocator.variables(env.everything())
+    plan = make_plan(
+        job, description["name"], folder.path, coordinator, grace_s, imports=imports, malloc=malloc
+    ).seated(seat)
     ranks = " · ".join(
         f"{role}{'s' * (len(mine) != 1)} {spell_ranks(mine)} of {total}"
         for role, mine, total in (

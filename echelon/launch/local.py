@@ -7,17 +7,22 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from echelon import env
 from echelon.control.roster import SERVER, WORKER, Who
 from echelon.elastic.hosts import Seat
+from echelon.launch.guard import PASSED_FD
 
 JOIN_TIMEOUT_S = 60.0
 """How long a worker may take to report to the coordinator; it does so before the script's first line."""
+
+SPARE_BYTES = 4096
+"""Room of a fork server beyond what the longest of its roles needs to show."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,24 @@ def strategy_options(fields: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Program:
+    """A command line, and what is laid over the guard's environment, which is the supervisor's less the token."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
 class RoleSpec:
-    """One process to start: `env` is laid over the guard's environment, which is the supervisor's less the token."""
+    """One process to start: `env` is laid over the guard's environment, as a Program's is."""
 
     role: str
     rank: int
     argv: tuple[str, ...]
     env: dict[str, str]
     incarnation: int = 0
+    fork_server: Program | None = None
+    """The process that is to fork it; None for a Python of its own."""
 
     @property
     def id(self) -> str:
@@ -94,6 +109,12 @@ class Plan:
     num_server_threads: int = 1
     again: str = ""
     """The command that goes on with this run."""
+
+    imports: tuple[str, ...] = ()
+    """What one process imports, which then forks this host's workers and servers; () for each of them a Python of its own."""
+
+    allocator: Mapping[str, str] = field(default_factory=dict)
+    """Variables that give workers and servers their C allocator."""
 
     @property
     def ranks(self) -> range:
@@ -137,10 +158,26 @@ class Plan:
 
     def role(self, who: Who, incarnation: int = 0) -> RoleSpec:
         """A worker or server; a higher incarnation takes the place of one that ended."""
+        spec = self._spec(who.role, who.rank, self._command(who), incarnation)
+        return spec if not self.imports else replace(spec, fork_server=self._fork_server())
+
+    def _command(self, who: Who) -> tuple[str, ...]:
         argv = self._python(who.role, who.rank)
-        if who.role == WORKER:
-            argv = (*argv, "--", *(("-m",) if self.job.module else ()), self.job.script, *self.job.args)
-        return self._spec(who.role, who.rank, argv, incarnation)
+        if who.role != WORKER:
+            return argv
+        return (*argv, "--", *(("-m",) if self.job.module else ()), self.job.script, *self.job.args)
+
+    def _fork_server(self) -> Program:
+        """It has room for the command line and the environment of every role of this host."""
+        specs = [self._spec(who.role, who.rank, self._command(who), 0) for who in self.mine]
+        libraries = env.for_libraries(None if self.threads_by_user else self.num_threads)
+        room = max(_size(spec.argv) for spec in specs) + SPARE_BYTES
+        argv = (sys.executable, "-P", "-m", "echelon.role", "forkserver",
+                "--socket-fd", str(PASSED_FD), "--imports", *self.imports, "--room", "." * room)  # fmt: skip
+        more = (
+            max(_size(f"{name}={value}" for name, value in spec.env.items()) for spec in specs) + SPARE_BYTES
+        )
+        return Program(argv, {**_import_path(), **libraries, **self.allocator, env.ROOM: "." * more})
 
     def coordinator_role(self, incarnation: int, listen_fd: int) -> RoleSpec:
         argv = (*self._python("coordinator", 0), "--listen-fd", str(listen_fd))
@@ -164,12 +201,15 @@ class Plan:
             ),
         )
         overlay = {key: value for key, value in mine.items() if there.get(key) != value} | _import_path()
+        if role in (WORKER, SERVER):
+            overlay |= env.laid(self.allocator)
         return RoleSpec(role, rank, argv, overlay, incarnation)
 
 
 def make_plan(
-    job: Job, name: str, run_dir: Path, coordinator: str, grace_s: float = 30.0, again: str = ""
-) -> Plan:
+    job: Job, name: str, run_dir: Path, coordinator: str, grace_s: float = 30.0, again: str = "",
+    imports: Sequence[str] = (), malloc: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:  # fmt: skip
     """The plan of a host that is alone; among several, `seated` gives it its part."""
     threads, of_servers, sentence = _threads_here(job.num_workers, job.num_servers)
     return Plan(
@@ -178,6 +218,7 @@ def make_plan(
         host=socket.gethostname().split(".")[0], job=job,
         num_local=job.num_workers, grace_s=grace_s,
         num_local_servers=job.num_servers, num_server_threads=of_servers, again=again or job.again(name),
+        imports=tuple(imports), allocator=malloc,
     )  # fmt: skip
 
 
@@ -214,6 +255,11 @@ def count_gpus(dev: Path = Path("/dev")) -> int:
     there = sum(1 for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
     visible = env.visible_gpus()
     return there if visible is None else min(there, visible)
+
+
+def _size(words: Iterable[str]) -> int:
+    """Bytes of these words with their NULs."""
+    return sum(len(os.fsencode(word)) + 1 for word in words)
 
 
 def _threads(count: int) -> str:

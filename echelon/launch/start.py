@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from echelon import demands, env
+from echelon import demands, env, preload
 from echelon import strategy as strategies
 from echelon.control import net
 from echelon.control import token as tokens
 from echelon.errors import UsageError
-from echelon.launch import again, listen, rundir, sameness
+from echelon.launch import again, allocator, listen, rundir, sameness
 from echelon.launch.crew import JOIN_S, Crew
 from echelon.launch.local import Job, make_plan, strategy_options
 from echelon.launch.meeting import Me
@@ -104,6 +104,7 @@ def run(
 
     check_script(job)
     check_size(job, chosen)
+    imports, malloc = preload.imports(chosen), allocator.variables(env.everything())
     if job.num_workers + job.num_servers < reach.num_hosts:
         raise UsageError(f"{job.num_workers} workers cannot run on {reach.num_hosts} hosts: each has at least one",
                          remedy="--workers is the total of all hosts. A host that joins with --workers 0 is for servers.")  # fmt: skip
@@ -117,7 +118,7 @@ def run(
     with listen.open_socket(address, port) as listening:
         name, folder, record = _folder(job, goes_on, name, run_dir, now)
         plan = make_plan(job, name, folder.path, net.spell(address, listening.getsockname()[1]), kept.grace_s,
-                         job.again(name, strategy_options(set_by_user)))  # fmt: skip
+                         job.again(name, strategy_options(set_by_user)), imports, malloc)  # fmt: skip
         folder.write({
             "name": name, "script": job.script, "module": job.module, "args": list(job.args),
             "strategy": dataclasses.asdict(chosen), "set_by_user": set_by_user, "num_workers": job.num_workers,
@@ -136,6 +137,8 @@ def run(
             else f"{job.num_workers} workers{servers} on {reach.num_hosts} hosts"
         )
         display.say(*fold(f"run {name} · {threads} · {chosen}"))
+        if faster := allocator.hint(malloc):
+            display.say(*fold(faster))
         if reach.num_hosts > 1:  # which workers run here is known when all hosts are there
             plan = dataclasses.replace(plan, num_local=0, num_local_servers=0)
         crew = Crew(reach.num_hosts, Me(plan.host, address), reach.join_timeout_s)

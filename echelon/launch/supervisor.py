@@ -207,6 +207,8 @@ class Supervisor:
                 self._on_exit(message)
             elif "asked" in message:
                 self.asked.note(message["asked"])
+            elif "cold" in message:
+                self.display.say(*fold(f"workers start one by one, not by fork: {message['cold']}"))
             elif "ended" in message:
                 self.ended = True
         if self.tether.gone and not self.ended:

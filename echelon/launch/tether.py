@@ -56,6 +56,8 @@ class Tether:
     def spawn(self, spec: RoleSpec, fds: Sequence[int]) -> None:
         """Asks for a process with these descriptors as stdout, stderr and (if there is a third) fd 3."""
         message = {"do": "spawn", "id": spec.id, "argv": spec.argv, "env": spec.env, "cwd": os.getcwd()}
+        if spec.fork_server is not None:
+            message["fork"] = {"argv": spec.fork_server.argv, "env": spec.fork_server.env}
         self._send(message, fds)
 
     def remove_at_end(self, *paths: Path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 from echelon.mesh.memory import Have
 
 NO_LIMIT = 1 << 60
 """From here on a number means that there is none."""
-
-MMAP_THRESHOLD = -3
-"""mallopt's M_MMAP_THRESHOLD; set once, it no longer moves by itself."""
 
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
@@ -55,15 +51,6 @@ class Peak:
             ours = _field(self.proc / "self" / "smaps_rollup", "Pss_Shmem:")
             self._shared, self._theirs = shared, max(0, shared - ours)
         return max(0, peak - files - self._theirs)
-
-
-def give_back_at_once() -> bool:
-    """From now on freed blocks of 1 MiB and more go back to the system at once, where the C library can do that.
-
-    It keeps them otherwise, and a worker that gathers and frees layers grew by half and more. The price is that every such block is
-    handed out anew and zeroed: a step that does little but gather took twice the processor time."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, 1 << 20))
 
 
 def limits(cgroup: str, root: Path = CGROUPS) -> list[tuple[int, str]]:

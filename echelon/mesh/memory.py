@@ -169,9 +169,9 @@ def peak(need: Needed, base: int, activations: int) -> int:
 
 
 def short(need: Needed, have: Have, base: int, activations: int = 0) -> bool:
-    """Might memory not suffice if the C library keeps what is freed? It then holds up to as much again: blocks of some MiB, in whose gaps
-    the next ones do not fit."""
-    return 2 * (need.total + activations) + base > have.share
+    """Might memory not suffice if the allocator keeps what is freed? The C library as it is then grows to more than twice of what is in use:
+    blocks of some MiB, in whose gaps the next ones do not fit."""
+    return 3 * (need.total + activations) + base > have.share
 
 
 def judge(

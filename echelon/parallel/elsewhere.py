@@ -31,7 +31,7 @@ class OnServers(Tensor):
 
     @classmethod
     def of(cls, name: str, param: Tensor) -> OnServers:
-        hollow = torch.zeros(1, dtype=param.dtype, device=param.device).expand(param.shape)
+        hollow = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
         made = torch.Tensor._make_subclass(cls, hollow)
         made.echelon_name = name
         return made

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import NoRoom
-from echelon.mesh import limits, memory
+from echelon.mesh import allocator, limits, memory
 from echelon.mesh.memory import Have, Tight, TooLarge, Training
-from echelon.native import blocks
 from echelon.parallel.sharded import units
 from echelon.parallel.sharded.split import tree
 from echelon.strategy import Strategy
@@ -66,17 +65,15 @@ def give_back_if_short(
     need = memory.needed(found, memory.split_of(strategy, workers))
     if have is None or not memory.short(need, have, base, activations):
         return False
-    blocks.tighten()
-    return limits.give_back_at_once()
+    return allocator.give_back_at_once()
 
 
 def base(models: Iterable[nn.Module], device: torch.device) -> int:
-    """Bytes that this process has without these models, where they lie; free blocks, which the training will take, are none of them."""
+    """Bytes that this process has without these models, where they lie; what the allocator holds free, which the training will take, is none of them."""
     if device.type != "cpu":
         return 0
-    kept = blocks.sizes()
     made = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if not hasattr(t, "fake_mode")}
-    return max(0, limits.held() - sum(map(_bytes, made.values())) - (kept.resident - kept.used))
+    return max(0, limits.held() - sum(map(_bytes, made.values())) - allocator.free_bytes())
 
 
 def room(device: torch.device, run: str) -> Have | None:

@@ -14,16 +14,17 @@ import echelon
 from echelon.clock import Deadline
 from echelon.comm.group import Lost
 from tests.contract.group_contract import CHECKS
+from tests.runs import group_of
 
 backend = sys.argv[2]
 run = echelon.init(backend=backend)
 dies = "die" in sys.argv
-for group, checks in ((run.world.gradients, CHECKS), (run.world.side, CHECKS[:2])):
+for group, checks in ((group_of(run), CHECKS), (group_of(run, "values"), CHECKS[:2])):
     for check in checks[:1] if dies else checks:
         check(group)
 Path(sys.argv[1], f"met-{run.rank}").touch()
 if dies:
-    group = run.world.gradients
+    group = group_of(run)
     if run.rank == run.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from echelon import native
 from tests.flows.netns import network
 
 WORKER = Path(__file__).with_name("mesh_worker.py")
 LONG_S = 240
 LIMIT_S = 3
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="the compiled core is not built")
+pytestmark = pytest.mark.needs("core")
 
 
 def start(folder, hosts, *what, commands=None, addresses=None):
@@ -99,6 +98,7 @@ def test_a_rank_that_dies_is_lost_for_everybody_at_once(tmp_path, hosts, how):
 
 @pytest.mark.case("a link is cut in mid-operation")
 @pytest.mark.parametrize("how", ["vanish", "link down"])
+@pytest.mark.needs("hosts")
 def test_a_host_that_vanishes_is_lost_within_the_limit(tmp_path, how):
     """The others see silence: nothing is closed, nothing is reset. The one that vanished sees the same of them."""
     with network(3) as net:

@@ -12,7 +12,9 @@ from echelon.checkpoint.store import open_store
 from echelon.errors import CheckpointError
 
 
-@pytest.fixture(params=["folder", "file://", "memory://", "s3://"])
+@pytest.fixture(
+    params=["folder", "file://", "memory://", pytest.param("s3://", marks=pytest.mark.needs("s3"))]
+)
 def store(request, tmp_path):
     match request.param:
         case "folder":

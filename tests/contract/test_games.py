@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("games.py")
 
 
+@pytest.mark.needs("core")
 @pytest.mark.case("random operations, kills and cancels")
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("operations", [900, pytest.param(100_000, marks=pytest.mark.slow)])

@@ -11,9 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
-from echelon.run import Run
 from echelon.strategy import Strategy
 from tests.equality import features, zoo
+from tests.runs import committed_samples, note_samples, run_beside, wait_for_everybody
 
 FORMS = {
     "async": {"update": "async"},
@@ -31,11 +31,11 @@ LOOPS = [
 
 def cell(first, form, kind, optimizer, accumulate, microbatches):
     strategy = Strategy(form="ps", accumulate=accumulate, microbatches=microbatches, **FORMS[form])
-    run = Run(first.place, strategy, None, first.emit, world=first.world)
+    run = run_beside(first, strategy)
     model, dataset = zoo.make(kind)
     opt, scheduler, _ = zoo.optimizer_for(optimizer, model, zoo.num_steps(accumulate))
     model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))
-    loader._feed.ledger.keep_ids = True
+    note_samples(loader)
     if scheduler:
         run.prepare(scheduler)
     for _ in run.epochs(zoo.EPOCHS):
@@ -45,10 +45,8 @@ def cell(first, form, kind, optimizer, accumulate, microbatches):
             if scheduler:
                 scheduler.step()
             opt.zero_grad()
-    run.machine.drain(all_here=True)
-    loader._feed.mark()
-    ids = {e: entry.ids for e, entry in loader._feed.ledger.epochs.items()}
-    return {k: v.clone() for k, v in model.state_dict().items()}, ids
+    wait_for_everybody(run)
+    return {k: v.clone() for k, v in model.state_dict().items()}, committed_samples(loader)
 
 
 def main():
@@ -62,9 +60,9 @@ def main():
                 results[form, case] = cell(first, form, *case)
         for name in LOOPS:
             strategy = Strategy(form="ps", **FORMS[form])
-            run = Run(first.place, strategy, None, first.emit, world=first.world)
+            run = run_beside(first, strategy)
             results[form, name] = features.FEATURES[name](run), {}
-            run.machine.drain(all_here=True)
+            wait_for_everybody(run)
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 

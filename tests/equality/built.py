@@ -19,6 +19,7 @@ from echelon.parallel.local import local
 from tests.equality.shared import Runs
 from tests.equality.split_zoo import GPT
 from tests.equality.zoo import mean_ce
+from tests.runs import averages, where_it_lies
 
 CELLS = {
     2: (("sharded,wrap_mib=0.001", "adamw"), ("sharded", "adagrad"), ("sharded,level=2", "adamw"), ("sharded,level=1", "adamw"),
@@ -86,7 +87,7 @@ def plain(kind):
 
 def part(run, name, tensor, whole):
     """What this rank should have of a whole tensor."""
-    placed = run.prepared.placed.get(id(tensor)) or run.prepared.placed_buffers.get(name)
+    placed = where_it_lies(run, name, tensor)
     if placed is None:
         return whole
     places = [
@@ -121,15 +122,10 @@ def cell(run, kind):
     ends = [
         (t.detach(), part(run, name, t, end[name])) for name, t in model.state_dict(keep_vars=True).items()
     ]
-    shadows = run.averages[id(model)]
+    shadows = averages(run, model)
     names = {id(p): name for name, p in model.named_parameters()}
-    ends += [
-        (shadow, part(run, names[id(p)], p, average[names[id(p)]]))
-        for p, shadow in zip(shadows.live, shadows.shadow, strict=True)
-    ]
-    assert len(shadows.live) == sum(
-        part(run, n, p, average[n]).numel() > 0 for n, p in model.named_parameters()
-    )
+    ends += [(shadow, part(run, names[id(p)], p, average[names[id(p)]])) for p, shadow in shadows]
+    assert len(shadows) == sum(part(run, n, p, average[n]).numel() > 0 for n, p in model.named_parameters())
     return max(
         (
             float((local(mine).reshape(-1) - wanted.reshape(-1)).abs().max())

@@ -6,20 +6,20 @@ from pathlib import Path
 import torch
 
 import echelon
-from echelon.run import Run
 from echelon.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.equality import zoo
+from tests.runs import committed_samples, note_samples, run_beside
 
 
 def cell(first, kind, optimizer, accumulate, microbatches):
     strategy = Strategy(accumulate=accumulate, microbatches=microbatches)
-    run = Run(first.place, strategy, None, first.emit, world=first.world)
+    run = run_beside(first, strategy)
     model, dataset = zoo.make(kind)
     opt, scheduler, clip = zoo.optimizer_for(optimizer, model, zoo.num_steps(accumulate))
     model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))
-    loader._feed.ledger.keep_ids = True
+    note_samples(loader)
     if scheduler:
         run.prepare(scheduler)
     for _ in run.epochs(zoo.EPOCHS):
@@ -33,9 +33,7 @@ def cell(first, kind, optimizer, accumulate, microbatches):
                 scheduler.step()
             opt.zero_grad()
     assert run.global_step == zoo.num_steps(accumulate), run.global_step
-    loader._feed.mark()
-    ids = {e: entry.ids for e, entry in loader._feed.ledger.epochs.items()}
-    return {k: v.clone() for k, v in model.state_dict().items()}, ids
+    return {k: v.clone() for k, v in model.state_dict().items()}, committed_samples(loader)
 
 
 def main():

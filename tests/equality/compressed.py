@@ -19,10 +19,10 @@ from echelon import faults
 from echelon.comm.codecs import plan
 from echelon.errors import Preempted
 from echelon.events import Warned
-from echelon.owed import coded
 from echelon.strategy import Strategy
 from tests.equality import storms
 from tests.equality.resumed import Runs, same, stopped_and_resumed
+from tests.runs import finish_saving, forms_of_sums, lost_steps, owed_by_name, stop_at_step, when_it_arrives
 
 CODECS = ["none", "fp16", "bf16", "int8", "1bit", "topk:0.05", "powersgd:2"]
 SCATTERED = ["compressed int8", "compressed topk accumulating", "compressed 1bit with a scaler"]
@@ -56,9 +56,7 @@ def train(runs):
     for text in CODECS:
         run = runs.make(Strategy(compress=text), text)
         said[text] = learn(run)
-        said[text]["forms"] = [
-            c.plan.form for w in coded(run.machine.syncs) for c in w.coders if hasattr(c, "plan")
-        ]
+        said[text]["forms"] = forms_of_sums(run)
     return said
 
 
@@ -76,51 +74,35 @@ def scattered(runs):
         faults.clear()
         calm_run = runs.make(strategy, f"{name}-calm")
         calm, _ = body(calm_run)
-        forms = {c.plan.form for w in coded(calm_run.machine.syncs) for c in w.coders}
+        forms = set(forms_of_sums(calm_run))
         for step in (1, 3, 4):
             faults.lose(step=step, optimizer=0)
         stormy_run = runs.make(strategy, f"{name}-stormy")
         stormy, _ = body(stormy_run)
-        assert stormy_run.machine.counters.lost_steps == 3
+        assert lost_steps(stormy_run) == 3
         problem, resumed = stopped_and_resumed(runs, name, strategy, lambda run, b=body: b(run)[0], STOP, 0)
         found[name] = forms, same(calm, stormy), problem or same(calm, resumed)
     return found
 
 
-def owed(run):
-    """All that this rank owes, by parameter, added up."""
-    return {
-        slot.name: coder.owed(slot)
-        for wire in coded(run.machine.syncs)
-        for coder in wire.coders
-        for slot in coder.bucket.slots
-    }
-
-
 def save(runs):
     code_sums()
     run = runs.make(Strategy(compress="topk:0.05"), "saved")
-    run.prepared.stop_wanted = lambda: run.global_step + 1 >= STOP
+    stop_at_step(run, STOP)
     try:
         learn(run, epochs=1)
     except Preempted:
-        run.keeping.close()
-    return {"owed": owed(run)}
+        finish_saving(run)
+    return {"owed": owed_by_name(run)}
 
 
 def load(runs, source):
     told = []
     if runs.first.world_size == 4:
         code_sums()
-    runs.first.emit = lambda event, emit=runs.first.emit: (told.append(event), emit(event))
-    run = runs.make(Strategy(compress="topk:0.05"), "loaded")
-    found, arrive = {}, run.keeping.arrive
-
-    def arrived():
-        arrive()
-        found["owed"] = owed(run)
-
-    run.keeping.arrive = arrived
+    run = runs.make(Strategy(compress="topk:0.05"), "loaded", events=told)
+    found = {}
+    when_it_arrives(run, lambda: found.update(owed=owed_by_name(run)))
     found["step"] = run.resume(source / "runs" / "saved")
     found |= learn(run, epochs=1)
     found["warned"] = [event.message for event in told if isinstance(event, Warned)]

@@ -13,9 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon.errors import EchelonError
-from echelon.run import Run
 from echelon.strategy import Strategy
 from tests.equality import features, scripts, zoo  # noqa: F401  scripts adds to FEATURES
+from tests.runs import committed_samples, note_samples, run_beside
 
 FORMS = {
     "mean-1": {"local_steps": 1},
@@ -37,18 +37,16 @@ def optimizer_for(name, model):
 
 def cell(first, form, kind, optimizer, accumulate=1):
     strategy = Strategy(form="ps", update="local", accumulate=accumulate, **FORMS[form])
-    run = Run(first.place, strategy, None, first.emit, world=first.world)
+    run = run_beside(first, strategy)
     model, dataset = zoo.make(kind)
     model, opt, loader = run.prepare(model, optimizer_for(optimizer, model), zoo.loader_for(dataset))
-    loader._feed.ledger.keep_ids = True
+    note_samples(loader)
     for _ in run.epochs(EPOCHS):
         for x, y in loader:
             zoo.mean_ce(model(x), y).backward()
             opt.step()
             opt.zero_grad()
-    loader._feed.mark()
-    ids = {e: entry.ids for e, entry in loader._feed.ledger.epochs.items()}
-    return {k: v.clone() for k, v in model.state_dict().items()}, ids
+    return {k: v.clone() for k, v in model.state_dict().items()}, committed_samples(loader)
 
 
 def whole(first, case):
@@ -57,7 +55,7 @@ def whole(first, case):
     strategy = Strategy(
         form="ps", update="local", local_steps=2, accumulate=accumulate, microbatches=microbatches
     )
-    run = Run(first.place, strategy, None, first.emit, world=first.world)
+    run = run_beside(first, strategy)
     model, dataset = zoo.make(kind)
     opt, scheduler, clip = zoo.optimizer_for(optimizer, model, zoo.num_steps(accumulate))
     model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))
@@ -77,7 +75,7 @@ def whole(first, case):
 
 def feature(first, name):
     strategy = Strategy(form="ps", update="local", local_steps=2)
-    return features.FEATURES[name](Run(first.place, strategy, None, first.emit, world=first.world))
+    return features.FEATURES[name](run_beside(first, strategy))
 
 
 def tried(act):

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.equality import features
 from tests.equality.features import Plain, data, fit, net, sgd, shuffled, weights
 from tests.equality.zoo import D
+from tests.runs import rates_of_steps, run_beside
 
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 CHECKS = {}
@@ -202,9 +203,7 @@ def per_worker_with_warm_up(run):
         model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), batch_size=4)
     )
     assert len(loader) == math.ceil(6 / w)
-    rates = []
-    opt_step = opt._echelon._inner_step
-    opt._echelon._inner_step = lambda *a: (rates.append(opt.param_groups[0]["lr"]), opt_step(*a))[1]
+    rates = rates_of_steps(opt)
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         opt.step()
@@ -447,7 +446,6 @@ def two_optimizers_with_replaced_gradients_in_a_group(run):
 
 def main():
     import echelon
-    from echelon.run import Run
     from echelon.strategy import Strategy
 
     torch.set_num_threads(1)
@@ -456,7 +454,7 @@ def main():
     assert echelon.init() is first, "a second call returns the same run"
     said = {}
     for name, (fields, fn) in CHECKS.items():
-        run = Run(first.place, Strategy(**fields), None, first.emit, world=first.world)
+        run = run_beside(first, Strategy(**fields))
         try:
             fn(run)
             said[name] = "fine"

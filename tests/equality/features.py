@@ -701,9 +701,9 @@ def run_evaluate(run):
 
 def main():
     import echelon
-    from echelon.run import Run
     from echelon.strategy import Strategy
     from tests.equality import features, scripts  # noqa: F401  scripts adds to the imported module, not to this __main__
+    from tests.runs import run_beside
 
     every = features.FEATURES
     torch.set_num_threads(1)
@@ -713,7 +713,7 @@ def main():
     strategy = Strategy(compress=sys.argv[3] if len(sys.argv) > 3 else "none")
     results = {}
     for name in chosen:
-        run = Run(first.place, strategy, None, first.emit, world=first.world)
+        run = run_beside(first, strategy)
         results[name] = every[name](run)
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 

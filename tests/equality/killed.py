@@ -8,10 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
-from echelon.run import Run
-from echelon.strategy import Strategy
 from tests.equality import served, zoo
 from tests.equality.killing import Killer
+from tests.runs import run_beside
 
 FORMS = {
     "applied": {"form": "ps", "apply": "server"},
@@ -23,11 +22,9 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     first = echelon.init()
-    served.make = lambda first, form, **fields: Run(
-        first.place, Strategy(**FORMS[form], **fields), None, first.emit, world=first.world
-    )
+    served.make = lambda first, form, **fields: run_beside(first, **FORMS[form], **fields)
     out, seed, rounds, results = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), {}
-    killer = Killer(first.place.run_dir, seed)
+    killer = Killer(first.run_dir, seed)
     if first.rank == 0:
         killer.__enter__()
     for turn in range(rounds):

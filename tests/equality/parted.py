@@ -15,6 +15,7 @@ from echelon.errors import Preempted
 from tests.equality import shared
 from tests.equality import shared_zoo as zoo
 from tests.equality.zoo import mean_ce
+from tests.runs import finish_saving, lost_steps, skipped_updates, stop_at_step, when_it_arrives
 
 KIND = "gpt"
 TINY = "wrap_mib=0.0005,data=2"
@@ -45,18 +46,18 @@ def calm(runs, mesh, said, name, lost=(), **fields):
     run, note = runs.make(mesh, **fields), {}
     model, dataset = train(run, note)
     faults.clear()
-    said[name] = {"held": note["held"](), "lost": run.machine.counters.lost_steps}
+    said[name] = {"held": note["held"](), "lost": lost_steps(run)}
     return run, model, dataset
 
 
 def saved(runs, mesh, said, name):
     """Trains until step STOP, and is asked to stop there: there is a checkpoint."""
     run, note = runs.make(mesh, name, ema=0.9), {}
-    run.prepared.stop_wanted = lambda: run.global_step + 1 >= STOP
+    stop_at_step(run, STOP)
     try:
         train(run, note)
     except Preempted:
-        run.keeping.close()
+        finish_saving(run)
         said[name] = note["held"]()
         return
     raise AssertionError("was not stopped")
@@ -64,18 +65,12 @@ def saved(runs, mesh, said, name):
 
 def loaded(runs, mesh, source, said, name):
     run, note = runs.make(mesh, name, ema=0.9), {}
-    arrive = run.keeping.arrive
-
-    def arrived():
-        arrive()
-        said[name, "loaded"] = note["held"]()
-
-    run.keeping.arrive = arrived
+    when_it_arrives(run, lambda: said.update({(name, "loaded"): note["held"]()}))
     assert run.resume(runs.folder / source) == STOP
     model, _ = train(run, note)
     said[name, "end"] = note["held"]()
     run.save(runs.folder / f"average-{name}", model)
-    run.keeping.close()
+    finish_saving(run)
 
 
 def main():
@@ -95,7 +90,7 @@ def main():
         note = {}
         run = runs.make(mesh, nonfinite="skip")
         train(run, note, bad=BAD)
-        said["skipped", mesh] = {"held": note["held"](), "skipped": run.machine.counters.skipped}
+        said["skipped", mesh] = {"held": note["held"](), "skipped": skipped_updates(run)}
     torch.save(said, out / f"rank-{first.rank}.pt")
 
 

@@ -4,7 +4,6 @@ The bits must be the same. What a script gathers in lists of its own begins anew
 the same. Started by `echelon run`; writes what differs.
 """
 
-import dataclasses
 import gc
 import random
 import sys
@@ -18,9 +17,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon.errors import Preempted
-from echelon.run import Run
 from echelon.strategy import Strategy
 from tests.equality import features, scripts, storms  # noqa: F401  scripts adds to FEATURES
+from tests.runs import finish_saving, has_arrived, run_beside, stop_at_step
 
 LOOPS = {name: (Strategy(), body) for name, body in features.FEATURES.items()} | {
     f"storm {name}": (strategy, lambda run, body=body: body(run)[0])
@@ -57,18 +56,13 @@ LEFT_OUT = {
 
 
 class Runs:
-    """Makes runs in the world of this process; a saver's words on the coordinator's board are used once."""
+    """Makes runs in the world of this process, each with a folder of its own."""
 
     def __init__(self, first, folder):
-        self.first, self.folder, self.number = first, folder, 0
+        self.first, self.folder = first, folder
 
-    def make(self, strategy, name):
-        place = dataclasses.replace(self.first.place, run_dir=self.folder / name)
-        run = Run(place, strategy, self.first.member, self.first.emit, world=self.first.world)
-        self.number += 1
-        if self.first.member is not None:
-            run.keeping.saver._number = 1000 * self.number
-        return run
+    def make(self, strategy, name, **options):
+        return run_beside(self.first, strategy, folder=self.folder / name, **options)
 
 
 def same(calm, resumed):
@@ -85,11 +79,11 @@ def same(calm, resumed):
 
 def stopped_and_resumed(runs, name, strategy, body, stop_at, tag):
     run = runs.make(strategy, f"{name}-{tag}")
-    run.prepared.stop_wanted = lambda: run.global_step + 1 >= stop_at
+    stop_at_step(run, stop_at)
     try:
         body(run)
     except Preempted:
-        run.keeping.close()
+        finish_saving(run)
     else:
         return "was not stopped", None
     gc.collect()  # a loader's iterator that a later fork inherits would be shut down there
@@ -98,8 +92,8 @@ def stopped_and_resumed(runs, name, strategy, body, stop_at, tag):
     if step is None or step < stop_at - 1:  # an evaluation, or a second optimizer, may hear of it first
         return f"resumed at {step}, asked to stop at {stop_at}", None
     result = body(again)
-    again.keeping.close()
-    if again.trail.following:
+    finish_saving(again)
+    if not has_arrived(again):
         return "never arrived", None
     return "", result
 

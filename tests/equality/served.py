@@ -12,13 +12,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon.errors import EchelonError
-from echelon.parallel import arriving
-from echelon.run import Run
 from echelon.strategy import Strategy
 from tests.equality import features, scripts, zoo  # noqa: F401  scripts adds to FEATURES
+from tests.runs import num_hidden, run_beside, values_come_behind
 
-arriving.LOCAL, arriving.WORTH_BYTES = True, 0
-"""Values come behind the next forward, on one host and of small models too."""
+values_come_behind()
 
 FORMS = {
     "sums": {"form": "ps", "servers_share": 1.0},
@@ -47,13 +45,13 @@ def cell(first, form, kind, optimizer, accumulate, microbatches):
                 scheduler.step()
             opt.zero_grad()
     if form == "applied":
-        assert sum(sync.arrivals.hidden for sync in run.machine.syncs) > 0, "no values came behind a forward"
+        assert num_hidden(run) > 0, "no values came behind a forward"
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
 def make(first, form, **fields):
     strategy = Strategy(**FORMS[form], **fields)
-    return Run(first.place, strategy, None, first.emit, world=first.world)
+    return run_beside(first, strategy)
 
 
 def tried(act):

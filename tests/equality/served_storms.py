@@ -17,12 +17,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon import faults
-from echelon.parallel import arriving
 from tests.equality import resumed, storms
 from tests.equality.resumed import Runs, same, stopped_and_resumed
+from tests.runs import finish_saving, lost_steps, values_come_behind
 
-arriving.LOCAL, arriving.WORTH_BYTES = True, 0
-"""Values come behind the next forward, on one host and of small models too."""
+values_come_behind()
 
 
 def on_servers(strategy):
@@ -38,8 +37,8 @@ def stormy(runs, name):
         if storm:
             storms.brew(name)
         run = runs.make(on_servers(strategy), f"storm-{name}-{storm}")
-        found.append((*body(run), run.machine.counters.lost_steps))
-        run.keeping.close()
+        found.append((*body(run), lost_steps(run)))
+        finish_saving(run)
     faults.clear()
     (calm, calm_ids, calm_lost), (after, ids, lost) = found
     if (calm_lost, lost >= 4) != (0, True):
@@ -53,7 +52,7 @@ def stopped(runs, name, world_size):
     strategy = on_servers(strategy)
     run = runs.make(strategy, f"{name}-calm")
     calm = body(run)
-    run.keeping.close()
+    finish_saving(run)
     draw = random.Random(zlib.crc32(name.encode()) + world_size)
     stop_at = 1 + draw.randrange(max(1, run.global_step - 1))
     problem, result = stopped_and_resumed(runs, name, strategy, body, stop_at, 0)

@@ -14,11 +14,11 @@ import torch
 import echelon
 from echelon import faults
 from echelon.parallel.local import full
-from echelon.run import Run
 from echelon.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.equality import split_zoo, zoo
+from tests.runs import run_beside
 
 TINY = 0.0002  # MiB: every layer of the equality models that can be a unit is one
 
@@ -57,7 +57,7 @@ def weights(model):
 
 def cell(first, kind, optimizer, accumulate, microbatches, fields, lose=()):
     strategy = Strategy(form="sharded", accumulate=accumulate, microbatches=microbatches, **fields)
-    run = Run(first.place, strategy, None, first.emit, world=first.world)
+    run = run_beside(first, strategy)
     model, dataset = split_zoo.make(kind)
     opt, scheduler, clip = zoo.optimizer_for(optimizer, model, zoo.num_steps(accumulate))
     model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))

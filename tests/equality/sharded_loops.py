@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon import faults
 from echelon.parallel.local import full
-from echelon.run import Run
 from echelon.strategy import Strategy
 from tests.equality import faces, features, scripts, storms  # noqa: F401  scripts adds to FEATURES
+from tests.runs import lost_steps, run_beside
 
 TINY = 0.0002
 LOADERS = {"num_workers", "persistent_workers", "iterable_num_workers", "worker_init_fn", "islice_with_persistent_workers",
@@ -72,19 +72,19 @@ def strategy(level, fields):
 
 
 def feature(first, level, name):
-    run = Run(first.place, strategy(level, {}), None, first.emit, world=first.world)
+    run = run_beside(first, strategy(level, {}))
     mine = {k: full(v) for k, v in features.FEATURES[name](run).items()}
     faces.same(mine, features.FEATURES[name](features.Plain()))
 
 
 def one_unit(first, level, name):
-    run = Run(first.place, strategy(level, {"wrap_mib": 32.0}), None, first.emit, world=first.world)
+    run = run_beside(first, strategy(level, {"wrap_mib": 32.0}))
     mine = {k: full(v) for k, v in features.FEATURES[name](run).items()}
     faces.same(mine, features.FEATURES[name](features.Plain()))
 
 
 def refused(first, level, name):
-    run = Run(first.place, strategy(level, {}), None, first.emit, world=first.world)
+    run = run_beside(first, strategy(level, {}))
     try:
         features.FEATURES[name](run)
     except Exception as error:
@@ -95,7 +95,7 @@ def refused(first, level, name):
 
 def face(first, level, name):
     fields, fn = faces.CHECKS[name]
-    fn(Run(first.place, strategy(level, fields), None, first.emit, world=first.world))
+    fn(run_beside(first, strategy(level, fields)))
 
 
 def storm(first, level, name):
@@ -106,9 +106,9 @@ def storm(first, level, name):
         faults.clear()
         if stormy:
             storms.brew(name)
-        run = Run(first.place, chosen, None, first.emit, world=first.world)
+        run = run_beside(first, chosen)
         weights, ids = body(run)
-        seen.append(({k: full(v) for k, v in weights.items()}, ids, run.machine.counters.lost_steps))
+        seen.append(({k: full(v) for k, v in weights.items()}, ids, lost_steps(run)))
     (calm, calm_ids, none), (other, other_ids, lost) = seen
     assert (none, calm_ids) == (0, other_ids)
     assert lost >= 4

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon.parallel.local import is_split, local
 from echelon.parallel.sharded.split import Retired
-from echelon.run import Run
 from echelon.strategy import Strategy
+from tests.runs import expected_bytes, num_placed, run_beside, sent_bytes
 
 WIDTH, DEPTH = 256, 8
 
@@ -35,7 +35,7 @@ def alive():
 
 def held(first, strategy):
     before = set(alive())
-    run = Run(first.place, strategy, None, first.emit, world=first.world)
+    run = run_beside(first, strategy)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
@@ -51,13 +51,14 @@ def held(first, strategy):
         sizes.append(sum(size for i, size in alive().items() if i not in before))
         opt.zero_grad()
         del loss, x, y
+    placed, owner = num_placed(run)
     return {
-        "sent": sum(sync.wire.traffic.sent_bytes for sync in run.machine.syncs) / len(sizes),
-        "predicted": run.prepared.sharding.step_bytes(),
+        "sent": sent_bytes(run) / len(sizes),
+        "predicted": expected_bytes(run),
         "held": max(sizes),
         "whole": whole,
-        "placed": len(run.prepared.placed),
-        "owner": len(run.prepared.placed_state),
+        "placed": placed,
+        "owner": owner,
     }
 
 

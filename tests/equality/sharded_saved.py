@@ -16,6 +16,7 @@ from echelon.parallel.local import full
 from echelon.strategy import Strategy
 from tests.equality import split_zoo, zoo
 from tests.equality.resumed import Runs
+from tests.runs import finish_saving, stop_at_step, when_it_arrives
 
 TINY = 0.0002
 STOP = 3
@@ -49,30 +50,24 @@ def train(run, kind, note):
 
 def save(runs, kind, form, folder):
     run, note = runs.make(FORMS[form], f"{folder}/{kind}"), {}
-    run.prepared.stop_wanted = lambda: run.global_step + 1 >= STOP
+    stop_at_step(run, STOP)
     try:
         train(run, kind, note)
     except Preempted:
         pass
-    run.keeping.close()
+    finish_saving(run)
     return note["weights"]()
 
 
 def load(runs, kind, form, source, name):
     run, note, said = runs.make(FORMS[form], name), {}, {}
-    arrive = run.keeping.arrive
-
-    def arrived():
-        arrive()
-        said["loaded"] = note["weights"]()
-
-    run.keeping.arrive = arrived
+    when_it_arrives(run, lambda: said.update(loaded=note["weights"]()))
     said["resumed"] = run.resume(source)
     said["weights"] = train(run, kind, note)
     said["file"] = load_file(
         run.save(source.parent / f"{kind}-under-{form}", note["model"])
     )  # the averaged weights
-    run.keeping.close()
+    finish_saving(run)
     return said
 
 

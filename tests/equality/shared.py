@@ -4,7 +4,6 @@ shared.py OUT MESH…   a mesh is `tensor=4`, `data=2,tensor=2` or `tensor=2,pip
 Each rank writes what it holds of every parameter and where that lies in the whole.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
-from echelon import build, faults
-from echelon import strategy as strategies
+from echelon import faults
 from echelon.errors import Preempted
 from echelon.parallel.local import local
-from echelon.run import Run
 from tests.equality import shared_zoo as zoo
 from tests.equality.zoo import mean_ce
+from tests.runs import finish_saving, lines_of_layers, lost_steps, run_beside, stop_at_step, where_it_lies
 
 STOP = 3
 
@@ -27,28 +25,17 @@ class Runs:
     """Runs of several meshes in one launch."""
 
     def __init__(self, first, folder):
-        self.first, self.folder, self.number = first, folder, 0
-        self.worlds = {}
+        self.first, self.folder = first, folder
 
     def make(self, mesh, folder="", **fields):
-        first, strategy = self.first, strategies.merge(strategies.parse(mesh) | fields)
-        if mesh not in self.worlds:
-            self.worlds[mesh] = build.arrange(first.world.groups, first.place, strategy)
-        place = dataclasses.replace(first.place, run_dir=self.folder / folder) if folder else first.place
-        run = Run(place, strategy, first.member if folder else None, first.emit, world=self.worlds[mesh])
-        self.number += 1
-        if folder:
-            run.keeping.saver._number = (
-                1000 * self.number
-            )  # its words on the coordinator's board are used once
-        return run
+        return run_beside(self.first, mesh, folder=self.folder / folder if folder else None, **fields)
 
 
 def held(run, model):
     """name -> (what is here, the whole's shape, its runs)"""
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        placed = run.prepared.placed.get(id(tensor)) or run.prepared.placed_buffers.get(name)
+        placed = where_it_lies(run, name, tensor)
         shape = placed.shape if placed else tuple(tensor.shape)
         runs = [(r.start, r.length, r.period, r.count) for r in placed.runs] if placed else None
         found[name] = local(tensor.detach()).clone(), shape, runs
@@ -79,9 +66,9 @@ def cell(run, kind, optimizer, **options):
     model, opt, dataset = train(run, kind, optimizer, **options)
     here = sum(p.numel() for p in model.parameters())
     state = sum(t.numel() for s in opt.state.values() for t in s.values() if t.dim())
-    said = {"held": held(run, model), "lines": run.prepared.shared[id(model)].lines()}
+    said = {"held": held(run, model), "lines": lines_of_layers(run, model)}
     said["uses"] = {name: (u.losses, u.gathers) for name, u in output_layers(model)}
-    said |= {"here": here, "state": state, "lost": run.machine.counters.lost_steps}
+    said |= {"here": here, "state": state, "lost": lost_steps(run)}
     said["loss"] = run.evaluate(model, zoo.loader_for(dataset), loss)
     said["outputs"] = zoo.outputs(model, dataset)
     return said
@@ -103,11 +90,11 @@ def loss(model, batch):
 def stopped(runs, mesh, folder, **fields):
     """Trains until step STOP, and is asked to stop there: there is a checkpoint."""
     run = runs.make(mesh, folder, **fields)
-    run.prepared.stop_wanted = lambda: run.global_step + 1 >= STOP
+    stop_at_step(run, STOP)
     try:
         train(run, "resnet", "adamw")
     except Preempted:
-        run.keeping.close()
+        finish_saving(run)
         return
     raise AssertionError("was not stopped")
 
@@ -116,7 +103,7 @@ def resumed(runs, mesh, source, folder, **fields):
     run = runs.make(mesh, folder, **fields)
     assert run.resume(runs.folder / source) == STOP
     model, *_ = train(run, "resnet", "adamw")
-    run.keeping.close()
+    finish_saving(run)
     return {"held": held(run, model)}
 
 

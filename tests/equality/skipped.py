@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon.errors import NotFinite
 from echelon.events import UpdateSkipped
-from echelon.run import Run
-from echelon.strategy import Strategy
+from tests.runs import has_servers, run_beside, wait_for_everybody
 
 SAMPLES, BATCH, EPOCHS = 44, 4, 2
 MARKED = (9, 30)
@@ -105,7 +104,7 @@ def train(run, name):
                 scaler.update()
             scheduler.step()
             opt.zero_grad()
-    run.machine.drain(all_here=True)
+    wait_for_everybody(run)
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
@@ -154,9 +153,7 @@ def by_hand(name, fields):
 
 def refused(first, fields):
     """Weights after the update that was refused, and what was said."""
-    run = Run(
-        first.place, Strategy(nonfinite="refuse", **fields), None, lambda event: None, world=first.world
-    )
+    run = run_beside(first, events=[], nonfinite="refuse", **fields)
     model, loader = parts()
     model, opt, loader = run.prepare(model, optimizer_for("", model), loader)
     try:
@@ -174,7 +171,7 @@ def copies(first, breaks):
     """update=local, where worker 1's own weights become NaN after its third step, if `breaks`."""
     events = []
     fields = {"form": "ps", "update": "local", "nonfinite": "skip"}
-    run = Run(first.place, Strategy(**fields), None, events.append, world=first.world)
+    run = run_beside(first, events=events, **fields)
     model, loader = parts()
     model, opt, loader = run.prepare(model, optimizer_for("local", model), loader)
     for epoch in run.epochs(EPOCHS):
@@ -214,9 +211,7 @@ def copies_by_hand(breaks):
 
 def cell(first, name, fields):
     events = []
-    run = Run(
-        first.place, Strategy(**{"nonfinite": "skip", **fields}), None, events.append, world=first.world
-    )
+    run = run_beside(first, events=events, **{"nonfinite": "skip", **fields})
     weights = train(run, name)
     return weights, [event.step for event in events if isinstance(event, UpdateSkipped)]
 
@@ -225,7 +220,7 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     first = echelon.init()
-    servers = first.world.servers is not None
+    servers = has_servers(first)
     results = {}
     chosen = (WITH_SERVERS if first.world_size > 1 else ALONE) if servers else WITHOUT
     for name, fields in chosen.items():

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon import faults
-from echelon.run import Run
 from echelon.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.equality import zoo
+from tests.runs import averages, committed_samples, lost_steps, note_samples, run_beside
 
 
 def loop(run, kind="mlp", loader_options=None, hand=1, scaler=None, autocast=False, ema=None):
@@ -26,7 +26,7 @@ def loop(run, kind="mlp", loader_options=None, hand=1, scaler=None, autocast=Fal
     model, opt, loader, scheduler = run.prepare(
         model, opt, zoo.loader_for(dataset, **(loader_options or {})), scheduler
     )
-    loader._feed.ledger.keep_ids = True
+    note_samples(loader)
     if scaler:
         run.prepare(scaler)
     average = run.track(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))) if ema else None
@@ -50,20 +50,18 @@ def loop(run, kind="mlp", loader_options=None, hand=1, scaler=None, autocast=Fal
             opt.zero_grad()
             if average is not None:
                 average.update_parameters(model)
-            if run.machine.in_iteration:
+            if run.every(1):
                 noise.append(drawn)
-    loader._feed.mark()
+    ids = {e: sorted(found) for e, found in committed_samples(loader).items()}
     out = {f"model.{k}": v for k, v in model.state_dict().items()}
     out |= {f"average.{k}": v for k, v in average.state_dict().items()} if average is not None else {}
-    if id(model) in run.averages:
-        out |= {f"ema.{i}": t for i, t in enumerate(run.averages[id(model)].shadow)}
+    out |= {f"ema.{i}": t for i, (_, t) in enumerate(averages(run, model))}
     out |= {
         "noise": torch.cat(noise),
         "lr": torch.tensor(scheduler.get_last_lr()),
         "steps": torch.tensor(run.global_step),
     }
     out["scale"] = torch.tensor(scaler.get_scale() if scaler else 1.0)
-    ids = {e: sorted(entry.ids) for e, entry in loader._feed.ledger.epochs.items()}
     return {k: v.clone() for k, v in out.items()}, ids
 
 
@@ -80,7 +78,7 @@ def gan(run):
     loader = DataLoader(data, batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(1))
     sched = torch.optim.lr_scheduler.StepLR(opt_tell, 2, 0.5)
     make, tell, opt_tell, opt_make, loader, sched = run.prepare(make, tell, opt_tell, opt_make, loader, sched)
-    loader._feed.ledger.keep_ids = True
+    note_samples(loader)
     bce = nn.functional.binary_cross_entropy_with_logits
     for _ in run.epochs(2):
         for real, noise in loader:
@@ -94,12 +92,11 @@ def gan(run):
             verdict = tell(fake)
             bce(verdict, torch.ones_like(verdict)).backward()
             opt_make.step()
-    loader._feed.mark()
+    ids = {e: sorted(found) for e, found in committed_samples(loader).items()}
     out = {f"make.{k}": v for k, v in make.state_dict().items()} | {
         f"tell.{k}": v for k, v in tell.state_dict().items()
     }
     out["lr"] = torch.tensor(sched.get_last_lr())
-    ids = {e: sorted(entry.ids) for e, entry in loader._feed.ledger.epochs.items()}
     return {k: v.clone() for k, v in out.items()}, ids
 
 
@@ -159,9 +156,9 @@ def main():
             faults.clear()
             if storm:
                 brew(name)
-            run = Run(first.place, strategy, None, first.emit, world=first.world)
+            run = run_beside(first, strategy)
             weights, ids = body(run)
-            results[name].append((weights, ids, run.machine.counters.lost_steps))
+            results[name].append((weights, ids, lost_steps(run)))
     torch.save(results, Path(sys.argv[1]) / f"rank-{first.rank}.pt")
 
 

@@ -3,32 +3,20 @@ sample once, and one set of weights for all."""
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.equality import zoo
 from tests.equality.test_equality import BOUND, difference, plain, plain_feature
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="session")
-def apart(tmp_path_factory, launch):
-    """apart(workers, servers) -> what each rank has; a launch is made once."""
-
-    @functools.cache
-    def run(workers, servers):
-        out = tmp_path_factory.mktemp(f"apart-{workers}-{servers}")
-        options = ("--servers", str(servers), "--strategy", "ps")
-        return out, launch(HERE / "apart.py", str(out), workers=workers, options=options, always=True)
+def apart(launched_once):
+    """apart(workers, servers) -> what each rank has"""
 
     def results(workers, servers):
-        out, result = run(workers, servers)
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt") for r in range(workers)]
+        options = ("--servers", str(servers), "--strategy", "ps")
+        return launched_once("apart.py", workers=workers, options=options, always=True).ranks
 
     return results
 

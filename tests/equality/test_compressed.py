@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 
@@ -16,15 +15,12 @@ SCRIPT = Path(__file__).parent / "compressed.py"
 
 
 @pytest.fixture(scope="session")
-def found(tmp_path_factory, launch):
-    """found(workers, mode, source) -> (folder, what each rank found); a launch is made once."""
+def found(launched_once):
+    """found(workers, mode, source) -> (folder, what each rank found)"""
 
-    @functools.cache
     def run(workers: int, mode: str, source: Path | None = None):
-        out = tmp_path_factory.mktemp(f"compressed-{workers}-{mode}")
-        result = launch(SCRIPT, str(out), mode, *([str(source)] if source else []), workers=workers)
-        assert result.code == 0, result.err[-3000:]
-        return out, [torch.load(out / f"rank-{rank}.pt") for rank in range(workers)]
+        said = launched_once("compressed.py", mode, *([str(source)] if source else []), workers=workers)
+        return said.out, said.ranks
 
     return run
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,24 +11,16 @@ import torch
 from tests.equality import features, scripts, zoo  # noqa: F401  scripts adds to FEATURES
 from tests.equality.test_equality import BOUND, difference, plain, plain_feature
 
-HERE = Path(__file__).parent
 EPOCHS = 3
 
 
 @pytest.fixture(scope="session")
-def copied(tmp_path_factory, launch):
-    """copied(workers, servers) -> what each rank has; a launch is made once."""
-
-    @functools.cache
-    def run(workers, servers):
-        out = tmp_path_factory.mktemp(f"copied-{workers}-{servers}")
-        options = ("--servers", str(servers), "--strategy", "ps")
-        return out, launch(HERE / "copied.py", str(out), workers=workers, options=options, always=True)
+def copied(launched_once):
+    """copied(workers, servers) -> what each rank has"""
 
     def results(workers, servers):
-        out, result = run(workers, servers)
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt") for r in range(workers)]
+        options = ("--servers", str(servers), "--strategy", "ps")
+        return launched_once("copied.py", workers=workers, options=options, always=True).ranks
 
     return results
 
@@ -96,7 +86,7 @@ def same(found, expected):
 @pytest.mark.timeout(300)
 @pytest.mark.case("ps,update=local: one worker is plain torch")
 def test_one_worker_is_plain_torch_in_every_loop(copied):
-    (results,) = copied(1, 2)
+    results = dict(copied(1, 2)[0])
     for case in zoo.CELLS:
         assert isinstance(results[case], dict), (case, results[case])
         assert difference(results[case], plain(case)) <= BOUND, case

@@ -22,17 +22,9 @@ def plain(kind, optimizer, accumulate, microbatches):
 
 
 @pytest.fixture(scope="session")
-def divided_by(tmp_path_factory, launch):
-    @functools.cache
-    def run(workers, every):
-        out = tmp_path_factory.mktemp(f"divided-{workers}")
-        result = launch(SCRIPT, str(out), *["every"] * every, workers=workers, timeout_s=400)
-        return out, result
-
+def divided_by(launched_once):
     def results(workers, every=False):
-        out, result = run(workers, every)
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt", weights_only=False) for r in range(workers)]
+        return launched_once("divided.py", *["every"] * every, workers=workers, timeout_s=400).ranks
 
     return results
 

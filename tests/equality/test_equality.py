@@ -36,20 +36,9 @@ def plain_feature(name):
 
 
 @pytest.fixture(scope="session")
-def launched(tmp_path_factory, launch):
-    """script name, workers -> each rank's results; a launch is made once."""
-
-    @functools.cache
-    def run(script, workers):
-        out = tmp_path_factory.mktemp(f"{script}-{workers}")
-        return out, launch(HERE / f"{script}.py", str(out), workers=workers)
-
-    def results(script, workers):
-        out, result = run(script, workers)
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt") for r in range(workers)]
-
-    return results
+def launched(launched_once):
+    """launched(script, workers) -> each rank's results"""
+    return lambda script, workers: launched_once(f"{script}.py", workers=workers).ranks
 
 
 def difference(mine, theirs):

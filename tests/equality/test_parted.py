@@ -16,11 +16,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory, launch):
-    out = tmp_path_factory.mktemp("parted")
-    done = launch(HERE / "parted.py", str(out), workers=4, timeout_s=500)
-    assert done.code == 0, done.err[-4000:]
-    return out, [torch.load(out / f"rank-{rank}.pt") for rank in range(4)]
+def launched(launched_once):
+    said = launched_once("parted.py", workers=4, timeout_s=500)
+    return said.out, said.ranks
 
 
 def of(ranks, *key):

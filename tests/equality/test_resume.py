@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from tests.equality import resumed, worlds, zoo
 from tests.equality.test_equality import BOUND, difference, plain
 
-HERE = Path(__file__).parent
 NAMES = [name for name in resumed.LOOPS if name not in resumed.LEFT_OUT]
 
 
@@ -24,22 +22,11 @@ SOME = [name for name in NAMES if name.startswith("storm")] + [
 
 
 @pytest.fixture(scope="session")
-def stopped(tmp_path_factory, launch):
-    """stopped(workers, names) -> what each rank found; a launch is made once."""
-
-    @functools.cache
-    def run(workers: int, names: tuple[str, ...]):
-        out = tmp_path_factory.mktemp(f"resumed-{workers}")
-        result = launch(HERE / "resumed.py", str(out), ",".join(names), workers=workers, timeout_s=500)
-        return result, [torch.load(file) for file in sorted(out.glob("rank-*.pt"))]
-
-    def found(workers: int, names: list[str]):
-        result, ranks = run(workers, tuple(names))
-        assert result.code == 0, result.err[-3000:]
-        assert len(ranks) == workers
-        return ranks
-
-    return found
+def stopped(launched_once):
+    """stopped(workers, names) -> what each rank found"""
+    return lambda workers, names: (
+        launched_once("resumed.py", ",".join(names), workers=workers, timeout_s=500).ranks
+    )
 
 
 def assert_same_bits(ranks, name):
@@ -73,15 +60,12 @@ def test_stopped_and_resumed_by_several_gives_the_same_bits(stopped, workers, na
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory, launch):
-    """saved(workers, stop_at, source) -> (folder, what each rank said); a launch is made once."""
+def saved(launched_once):
+    """saved(workers, stop_at, source) -> (folder, what each rank said)"""
 
-    @functools.cache
     def run(workers: int, stop_at: int, source: Path | None):
-        out = tmp_path_factory.mktemp(f"worlds-{workers}-{stop_at}")
-        result = launch(HERE / "worlds.py", str(out), str(stop_at), str(source or "-"), workers=workers)
-        assert result.code == 0, result.err[-3000:]
-        return out, [torch.load(out / f"rank-{rank}.pt") for rank in range(workers)]
+        said = launched_once("worlds.py", str(stop_at), str(source or "-"), workers=workers)
+        return said.out, said.ranks
 
     return run
 

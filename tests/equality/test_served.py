@@ -3,18 +3,15 @@ steps, after a stop, and at another number of workers and servers, or without se
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.equality import features, resumed, scripts, storms, zoo  # noqa: F401  scripts adds to FEATURES
 from tests.equality.test_equality import BOUND, difference, plain, plain_feature
 from tests.equality.test_resume import answer, assert_every_sample_once, difference_of_bits
 
-HERE = Path(__file__).parent
 SIZES = [(3, 2), *(pytest.param(w, s, marks=pytest.mark.slow) for w, s in ((1, 1), (2, 1), (2, 2), (4, 3)))]
 """Workers and servers."""
 
@@ -47,23 +44,15 @@ REST = [name for name in features.FEATURES if name not in SOME]
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory, launch):
-    """served(workers, servers, names) -> what each rank has; a launch is made once."""
-
-    @functools.cache
-    def run(workers, servers, names):
-        out = tmp_path_factory.mktemp(f"served-{workers}-{servers}")
-        options = ("--servers", str(servers), "--strategy", "ps")
-        return out, launch(
-            HERE / "served.py", str(out), ",".join(names),
-            workers=workers, options=options, always=True, timeout_s=400,
-        )  # fmt: skip
+def served(launched_once):
+    """served(workers, servers, names) -> what each rank has"""
 
     def results(workers, servers, names=None):
         names = names if names is not None else SOME if (workers, servers) == (3, 2) else []
-        out, result = run(workers, servers, tuple(names))
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt") for r in range(workers)]
+        options = ("--servers", str(servers), "--strategy", "ps")
+        return launched_once(
+            "served.py", ",".join(names), workers=workers, options=options, always=True, timeout_s=400
+        ).ranks
 
     return results
 
@@ -117,22 +106,14 @@ MORE_STOPS = [
 
 
 @pytest.fixture(scope="session")
-def disturbed(tmp_path_factory, launch):
+def disturbed(launched_once):
     """disturbed(storms, stops) -> what each of three ranks found different."""
 
-    @functools.cache
-    def run(names, stops):
-        out = tmp_path_factory.mktemp("storms")
-        options = ("--servers", "2", "--strategy", "ps")
-        return out, launch(
-            HERE / "served_storms.py", str(out), ",".join(names), ",".join(stops),
-            workers=3, options=options, timeout_s=500,
-        )  # fmt: skip
-
     def found(names, stops):
-        out, result = run(tuple(names), tuple(stops))
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt") for r in range(3)]
+        options = ("--servers", "2", "--strategy", "ps")
+        return launched_once(
+            "served_storms.py", ",".join(names), ",".join(stops), workers=3, options=options, timeout_s=500
+        ).ranks
 
     return found
 
@@ -161,20 +142,17 @@ STOP = 4
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory, launch):
+def saved(launched_once):
     """saved(workers, servers, stop_at, source) -> (folder, what each rank said). No servers: all-reduce."""
 
-    @functools.cache
     def run(workers: int, servers: int, stop_at: int, source: Path | None):
-        out = tmp_path_factory.mktemp(f"worlds-{workers}-{servers}")
         options = ("--servers", str(servers), "--strategy", "ps") if servers else ()
         form = "applied" if servers else ""
-        result = launch(
-            HERE / "worlds.py", str(out), str(stop_at), str(source or "-"), form,
+        said = launched_once(
+            "worlds.py", str(stop_at), str(source or "-"), form,
             workers=workers, options=options, always=bool(servers),
         )  # fmt: skip
-        assert result.code == 0, result.err[-3000:]
-        return out, [torch.load(out / f"rank-{rank}.pt") for rank in range(workers)]
+        return said.out, said.ranks
 
     return run
 

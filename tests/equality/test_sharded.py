@@ -33,15 +33,11 @@ def difference(mine, theirs):
 
 
 @pytest.fixture(scope="session")
-def launched(tmp_path_factory, launch):
-    """launched(script, *args, workers=2) -> each rank's results; a launch is made once."""
+def launched(launched_once):
+    """launched(script, *args, workers=2) -> each rank's results"""
 
-    @functools.cache
     def run(script, *args, workers=2):
-        out = tmp_path_factory.mktemp(f"{script}-{workers}")
-        done = launch(HERE / f"{script}.py", str(out), *args, workers=workers, timeout_s=560)
-        assert done.code == 0, done.err[-4000:]
-        return [torch.load(out / f"rank-{rank}.pt") for rank in range(workers)]
+        return launched_once(f"{script}.py", *args, workers=workers, timeout_s=560).ranks
 
     return run
 

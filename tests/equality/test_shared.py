@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.equality import shared_zoo as zoo
 
-HERE = Path(__file__).parent
 BOUND = 1e-10
 STAGED = "tensor=2,pipeline=2,microbatches=2"
 PARTED = "sharded,level=3,data=2,tensor=2,wrap_mib=0.0005"
@@ -30,19 +28,15 @@ def plain(kind, optimizer):
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory, launch):
-    @functools.cache
-    def run(workers):
-        out = tmp_path_factory.mktemp(f"shared-{workers}")
+def launched(launched_once):
+    def said(workers):
         meshes = MESHES.get(workers, (EIGHT, EIGHT_PARTED))
-        return out, launch(HERE / "shared.py", str(out), *meshes, workers=workers, timeout_s=400)
+        return launched_once("shared.py", *meshes, workers=workers, timeout_s=400)
 
     def results(workers):
-        out, result = run(workers)
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt") for r in range(workers)]
+        return said(workers).ranks
 
-    results.out = lambda workers: run(workers)[0]
+    results.out = lambda workers: said(workers).out
     return results
 
 

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.equality import skipped as loops
 from tests.equality.test_equality import BOUND, difference
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="session")
-def skipped(tmp_path_factory, launch):
-    """skipped(workers, servers) -> what each rank has; a launch is made once."""
-
-    @functools.cache
-    def run(workers, servers):
-        out = tmp_path_factory.mktemp(f"skipped-{workers}-{servers}")
-        options = ("--servers", str(servers), "--strategy", "ps") if servers else ()
-        return out, launch(
-            HERE / "skipped.py", str(out), workers=workers, options=options, always=bool(servers)
-        )
+def skipped(launched_once):
+    """skipped(workers, servers) -> what each rank has"""
 
     def results(workers, servers):
-        out, result = run(workers, servers)
-        assert result.code == 0, result.err[-4000:]
-        return [torch.load(out / f"rank-{r}.pt") for r in range(workers)]
+        options = ("--servers", str(servers), "--strategy", "ps") if servers else ()
+        return launched_once("skipped.py", workers=workers, options=options, always=bool(servers)).ranks
 
     return results
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -18,17 +17,14 @@ WORKERS = 3
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory, launch):
+def trained(once, launch):
     """The folder, and what each rank said."""
 
-    @functools.cache
-    def run():
-        out = tmp_path_factory.mktemp("vertical")
-        done = launch(SCRIPT, str(out), workers=WORKERS, options=("--strategy", "tensor=3"))
-        return out, done
+    def make(folder):
+        done = launch(SCRIPT, str(folder), workers=WORKERS, options=("--strategy", "tensor=3"))
+        assert done.code == 0, done.err[-4000:]
 
-    out, done = run()
-    assert done.code == 0, done.err[-4000:]
+    out = once("vertical", make)
     return out, [json.loads((out / f"said-{rank}.json").read_text()) for rank in range(WORKERS)]
 
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
-from echelon import build, faults
+from echelon import faults
 from echelon.errors import EchelonError
-from echelon.run import Run
 from echelon.strategy import merge, parse
 from tests.equality import zoo
+from tests.runs import group_of, run_beside
 
 OF = ["a", "b", "c", "d", "e", "f"]
 LOST = (2, 3, 7)
@@ -151,18 +151,6 @@ class Sent:
         return sum(bytes(row.view(torch.uint8).tolist()) in everything for row in values.reshape(-1, 1))
 
 
-class Worlds:
-    def __init__(self, first):
-        self.first, self.world = first, first.world
-
-    def run(self, text, world=None):
-        strategy = merge(parse(text))
-        world = world or self.world
-        if text.startswith("allreduce"):
-            world = build.arrange(self.first.world.groups, self.first.place, strategy)
-        return Run(self.first.place, strategy, None, self.first.emit, world=world)
-
-
 def columns_of(cell, rank, rows=zoo.SAMPLES):
     x, y = table()
     mine = list(cell.columns[rank])
@@ -197,36 +185,36 @@ def refused(act):
     return "nothing"
 
 
-def refusals(worlds, rank):
-    cell = CELLS["stretches"]
+def refusals(first):
+    rank, cell = first.rank, CELLS["stretches"]
     text = "tensor=3"
 
     def rows_differ():
-        run = worlds.run(text)
+        run = run_beside(first, text)
         run.prepare(make("plain"), loader_for(columns_of(cell, rank, zoo.SAMPLES - (rank == 1))))
 
     def no_axis():
-        worlds.run("allreduce").prepare(make("plain"), loader_for(columns_of(cell, rank)))
+        run_beside(first, "allreduce").prepare(make("plain"), loader_for(columns_of(cell, rank)))
 
     def too_late():
-        run = worlds.run(text)
+        run = run_beside(first, text)
         run.prepare(make("plain"))
         run.prepare(loader_for(columns_of(cell, rank)))
 
     def plain_loop():
-        run = worlds.run(text)
+        run = run_beside(first, text)
         model, loader = run.prepare(make("plain"), loader_for(columns_of(cell, rank)))
         for x, _ in loader:
             model(x)
 
     def no_first_layer():
         model = nn.Sequential(nn.Tanh(), nn.Linear(6, 3)).to(zoo.D)
-        worlds.run(text).prepare(model, loader_for(columns_of(cell, rank)))
+        run_beside(first, text).prepare(model, loader_for(columns_of(cell, rank)))
 
     def lbfgs():
         model = make("plain")
         opt = torch.optim.LBFGS(model.parameters())
-        worlds.run(text).prepare(model, opt, loader_for(columns_of(cell, rank)))
+        run_beside(first, text).prepare(model, opt, loader_for(columns_of(cell, rank)))
 
     return {
         act.__name__: refused(act)
@@ -238,10 +226,10 @@ def main():
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
     first = echelon.init()
-    worlds, said = Worlds(first), {}
+    said = {}
     for name, cell in CELLS.items():
-        with Sent(type(first.world.tensor)) as sent:
-            run = worlds.run(",".join(filter(None, ("tensor=3", cell.strategy))))
+        with Sent(type(group_of(first, "tensor"))) as sent:
+            run = run_beside(first, ",".join(filter(None, ("tensor=3", cell.strategy))))
             model, loss, last = train(run, cell)
             x, y = table()
             said[name] = {
@@ -253,10 +241,10 @@ def main():
                 "nan": sum(bool(torch.isnan(p).any()) for p in model.parameters()),
             }
         run.save(out / name)
-    run = worlds.run("tensor=3")
+    run = run_beside(first, "tensor=3")
     train(run, CELLS["stretches"], LOST)
     run.save(out / "lost")
-    said["refused"] = refusals(worlds, first.rank)
+    said["refused"] = refusals(first)
     (out / f"said-{first.rank}.json").write_text(json.dumps(said))
 
 

@@ -17,6 +17,7 @@ from echelon.errors import Preempted
 from echelon.strategy import Strategy
 from tests.equality import zoo
 from tests.equality.resumed import Runs
+from tests.runs import averages, committed_samples, finish_saving, note_samples, stop_at_step, when_it_arrives
 
 LOOPS = {
     "mlp": (Strategy(ema=0.9), "adamw", 1),
@@ -30,11 +31,11 @@ def train(run, kind, optimizer, accumulate, note):
     model, dataset = zoo.make(kind)
     opt, scheduler, clip = zoo.optimizer_for(optimizer, model, zoo.num_steps(accumulate))
     model, opt, loader = run.prepare(model, opt, zoo.loader_for(dataset))
-    loader._feed.ledger.keep_ids = True
+    note_samples(loader)
     if scheduler:
         run.prepare(scheduler)
     note["state"] = lambda: state(run, model, opt, scheduler)
-    note["ids"] = lambda: {e: list(entry.ids) for e, entry in loader._feed.ledger.epochs.items()}
+    note["ids"] = lambda over: committed_samples(loader, over=over)
     for _ in run.epochs(zoo.EPOCHS):
         for x, y in loader:
             loss = zoo.mean_ce(model(x), y)
@@ -45,7 +46,6 @@ def train(run, kind, optimizer, accumulate, note):
             if scheduler:
                 scheduler.step()
             opt.zero_grad()
-    loader._feed.mark()
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
@@ -59,9 +59,7 @@ def state(run, model, opt, scheduler):
             for k, v in opt.state.get(param, {}).items()
             if v is not None
         }
-    out |= (
-        {f"ema.{i}": t.clone() for i, t in enumerate(run.averages[id(model)].shadow)} if run.averages else {}
-    )
+    out |= {f"ema.{i}": t.clone() for i, (_, t) in enumerate(averages(run, model))}
     out["lr"] = torch.tensor([g["lr"] for g in opt.param_groups])
     out["scheduler"] = torch.tensor([scheduler.last_epoch, scheduler._step_count] if scheduler else [0])
     out["step"] = torch.tensor(run.global_step)
@@ -74,22 +72,16 @@ def one(runs, kind, stop_at, source, form):
         strategy = dataclasses.replace(strategy, form="ps", apply="server")
     run, note, said = runs.make(strategy, kind), {}, {}
     if source:
-        arrive = run.keeping.arrive
-
-        def arrived():
-            arrive()
-            said["loaded"] = note["state"]()
-
-        run.keeping.arrive = arrived
+        when_it_arrives(run, lambda: said.update(loaded=note["state"]()))
         said["resumed"] = run.resume(source / "runs" / kind)
     if stop_at:
-        run.prepared.stop_wanted = lambda: run.global_step + 1 >= stop_at
+        stop_at_step(run, stop_at)
     try:
         said["weights"] = train(run, kind, optimizer, accumulate, note)
     except Preempted:
         said["saved"] = note["state"]()
-    run.keeping.close()
-    said["ids"] = note["ids"]()
+    finish_saving(run)
+    said["ids"] = note["ids"](over="weights" in said)
     return said
 
 

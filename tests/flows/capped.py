@@ -14,11 +14,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from echelon.mesh import memory
 from echelon.mesh.memory import Training
 from echelon.strategy import merge, parse
+from tests import needs
 
 MIB = 1 << 20
 NUMBERS = itertools.count()
@@ -86,24 +85,16 @@ class Caps:
 
 @contextlib.contextmanager
 def caps(workers: int, nbytes: int) -> Iterator[Caps]:
-    """A control group for each worker, removed afterwards. Skips where none can be made."""
-    for root, limit, there in (
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "tasks"),
-        (Path("/sys/fs/cgroup"), "memory.max", "cgroup.controllers"),
-    ):
-        if not (root / there).exists():
-            continue
-        made = Caps(root / f"echelon-cap-{os.getpid()}-{next(NUMBERS)}", workers, v2=limit == "memory.max")
-        try:
-            for folder in made.folders:
-                folder.mkdir()
-                (folder / limit).write_text(str(nbytes))
-            break
-        except OSError:
-            _remove(made)
-    else:
-        pytest.skip("no memory control group that could be written")
+    """A control group for each worker, removed afterwards."""
+    needs.use("memory")
+    found = needs.memory_groups()
+    assert found, "no memory group can be written"
+    root, limit = found
+    made = Caps(root / f"echelon-cap-{os.getpid()}-{next(NUMBERS)}", workers, v2=limit == "memory.max")
     try:
+        for folder in made.folders:
+            folder.mkdir()
+            (folder / limit).write_text(str(nbytes))
         yield made
     finally:
         _remove(made)

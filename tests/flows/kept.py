@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import echelon
+from tests.runs import averages
 
 EPOCHS, SAMPLES, BATCH = 3, 30, 5
 
@@ -73,7 +74,7 @@ for _ in run.epochs(EPOCHS):
 
 parts = {
     "weights": model.state_dict().values(),
-    "average": run.averages[id(model)].shadow,
+    "average": [average for _, average in averages(run, model)],
     "optimizer": [v for state in opt.state.values() for v in state.values()],
     "rate": [torch.tensor(sched.get_last_lr())],
     "best": [torch.tensor(best.value)],

@@ -17,17 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests import needs
 
 IPV4, IPV6 = "10.77.0.{}", "fd77::{}"
-
-
-def why_not() -> str:
-    """Why there can be no namespaces here; "" when there can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "iptables", "unshare", "hostname") if shutil.which(tool) is None]
-    return f"not installed: {', '.join(missing)}" if missing else ""
 
 
 @dataclass
@@ -113,8 +105,8 @@ class Network:
                 host.space,
             )
             sh(*inside, "link", "set", f"p{number}", "master", "br0", "up")
-            sh("ip", "netns", "exec", host.space, "sysctl", "-qw", "net.ipv6.conf.all.accept_dad=0",
-               "net.ipv6.conf.eth0.accept_dad=0")  # fmt: skip
+            no_wait = "for name in all eth0; do echo 0 > /proc/sys/net/ipv6/conf/$name/accept_dad; done"
+            sh("ip", "netns", "exec", host.space, "sh", "-ec", no_wait)
             sh(*there, "link", "set", "eth0", "up")
             if host.ipv4:
                 sh(*there, "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
@@ -151,9 +143,8 @@ class Network:
 
 @contextlib.contextmanager
 def network(count: int, **options: Any) -> Iterator[Network]:
-    """Makes hosts, and removes them whatever happens. Skips the test where there can be none."""
-    if reason := why_not():
-        pytest.skip(reason)
+    """Makes hosts, and removes them whatever happens."""
+    needs.use("hosts")
     made = Network(count, **options)
     try:
         yield made

@@ -9,12 +9,9 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.parallel import arriving
+from tests.runs import values_come_behind
 
-arriving.LOCAL, arriving.WORTH_BYTES = (
-    True,
-    0,
-)  # with apply=server values come behind the next forward, here too
+values_come_behind()
 folder, epochs, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 torch.manual_seed(0)
 run = echelon.init()

@@ -25,9 +25,9 @@ TRAIN = """
     import torch.nn as nn
     import torch.nn.functional as F
     import echelon
-    from echelon.parallel import arriving
+    from tests.runs import values_come_behind
 
-    arriving.LOCAL, arriving.WORTH_BYTES = True, 0  # with apply=server values come behind the next forward, here too
+    values_come_behind()
     pause_s, epochs, judged = float(sys.argv[1]), int(sys.argv[2]), len(sys.argv) > 3
     run = echelon.init(seed=3)
     torch.manual_seed(0)
@@ -230,6 +230,7 @@ def test_a_worker_killed_while_it_imports_is_started_again_and_nobody_notices(st
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.case("again: on another host")
+@pytest.mark.needs("hosts")
 def test_workers_killed_on_either_host_are_started_again_there(tmp_path):
     with network(2) as net:
         for site in at(net, tmp_path):

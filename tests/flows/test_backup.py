@@ -13,6 +13,7 @@ SCRIPT = """
 import json, sys, time, torch, echelon
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from tests.runs import committed_samples, note_samples
 run = echelon.init()
 torch.manual_seed(3)
 g = torch.Generator().manual_seed(1)
@@ -20,7 +21,7 @@ data = TensorDataset(torch.randn(90, 6, generator=g), torch.randint(0, 4, (90,),
 model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
 model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.05), DataLoader(data, batch_size=12, shuffle=True))
 scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(opt, 1000))
-loader._feed.ledger.keep_ids = True
+note_samples(loader)
 def judge(model, batch):
     return {"loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))}
 slow = float(sys.argv[2])
@@ -33,8 +34,7 @@ for epoch in run.epochs(int(sys.argv[1])):
         opt.zero_grad()
     loss = run.evaluate(model, DataLoader(data, batch_size=16), judge)["loss"]
     run.print("epoch", epoch, "loss", loss, "updates", run.global_step)
-loader._feed.mark()
-ids = {e: entry.ids for e, entry in loader._feed.ledger.epochs.items()}
+ids = committed_samples(loader)
 total = float(sum(p.double().sum() for p in model.parameters()))
 json.dump({"ids": ids, "sum": total, "step": run.global_step, "scheduler": scheduler.last_epoch}, open(f"rank-{run.rank}.json", "w"))
 """

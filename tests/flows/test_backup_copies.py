@@ -27,11 +27,8 @@ COUNTED = (
         "        opt.zero_grad()\n        print(time.monotonic(), file=times, flush=True)\n",
     ).replace("run = echelon.init()\n", "run = echelon.init()\ntimes = open(f'times-{run.rank}', 'a')\n")
     + """
-from echelon.clock import Deadline
-held = run.machine.syncs[0].held
-def updates(way, room):
-    return way.call("part.fold", {"model": held.model, "log": []}, out=[room]).wait(Deadline.after(60)).head["updates"]
-json.dump([updates(*pair) for pair in zip(held.servers.links, held.rooms())], open(f"updates-{run.rank}.json", "w"))
+from tests.runs import updates_of_servers
+json.dump(updates_of_servers(run), open(f"updates-{run.rank}.json", "w"))
 """
 )
 SLOW_S = "0.15"

@@ -25,6 +25,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.case("a full disk keeps the old checkpoint")
+@pytest.mark.needs("disk")
 def test_a_full_disk_keeps_the_old_one_and_says_so(small_disk):
     events: list = []
     saver = Saver(small_disk / "checkpoints", 0, 1, alone(), events.append)
@@ -52,6 +53,7 @@ def test_a_full_disk_keeps_the_old_one_and_says_so(small_disk):
 
 
 @pytest.mark.case("a full disk keeps the old checkpoint")
+@pytest.mark.needs("disk")
 def test_the_disk_of_one_of_three_ranks_is_full(small_disk, tmp_path):
     """Rank 2 writes more than fits; all three hear of it. (Their folders are one: only its share is too large.)"""
     sizes = [1000, 1000, 4 * MIB]

@@ -19,6 +19,8 @@ from echelon.events import CheckpointFailed
 from echelon.mesh.layout import Key, Span
 from tests.checkpoint_ranks import read, save, save_alone, whole
 
+pytestmark = pytest.mark.needs("s3")
+
 
 @pytest.fixture
 def url(s3_server):

@@ -55,6 +55,7 @@ def alarms(site: Site) -> list[dict]:
 @pytest.mark.case("stuck: a dead link")
 @pytest.mark.case("stuck: exit code 124")
 @pytest.mark.case("USERS 1")
+@pytest.mark.needs("hosts")
 def test_both_ends_of_a_dead_link_are_named_and_the_run_stops_with_124(three):
     site = three
     running = start(site, "--set", "stuck_s=1")
@@ -89,6 +90,7 @@ def test_both_ends_of_a_dead_link_are_named_and_the_run_stops_with_124(three):
 @pytest.mark.slow
 @pytest.mark.case("stuck: a dead link")
 @pytest.mark.case("stuck: goes on")
+@pytest.mark.needs("hosts")
 def test_a_link_that_comes_back_calls_the_stop_off(three):
     site = three
     running = start(site, "--set", "stuck_s=60")

@@ -118,6 +118,7 @@ def _gradients(drawing: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.case("example images")
+@pytest.mark.needs("sklearn")
 def test_images_ends_with_the_same_weights_on_two_workers(tmp_path):
     args = ("--epochs", "2", "--double")
     alone, two = plain(tmp_path / "1", "images", *args), spread(tmp_path / "2", "images", *args)
@@ -169,7 +170,9 @@ def test_parameter_server_starts_everything_finds_the_weights_and_leaves_nothing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.needs("sklearn")) if n == "images" else n for n in NAMES]
+)
 def test_an_example_runs_with_its_defaults_on_four_workers(tmp_path, name):
     spread(tmp_path / "4", name, workers=4)
     assert (tmp_path / "4" / f"{name}.safetensors").exists()

@@ -44,6 +44,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.mark.case("a full disk under the run's folder")
+@pytest.mark.needs("disk")
 def test_servers_and_the_coordinator_are_started_again_on_a_full_disk(small_disk, tmp_path, start_run):
     options = ("--servers", "2", "--strategy", "ps,apply=server")
     running = start_run(TRAIN, options=options, env={"ECHELON_RUNS": str(small_disk)})
@@ -69,6 +70,7 @@ def test_servers_and_the_coordinator_are_started_again_on_a_full_disk(small_disk
 
 
 @pytest.mark.case("a full disk under the run's folder")
+@pytest.mark.needs("disk")
 def test_the_journal_has_room_of_its_own_and_holds_what_does_not_fit(small_disk, monkeypatch, capsys):
     monkeypatch.setattr(journal, "RESERVED_BYTES", 1 << 16)
     mine = Journal(small_disk / "journal.jsonl")
@@ -114,6 +116,7 @@ SAVE = """
 
 @pytest.mark.case("a full disk under run.save of a split model")
 @pytest.mark.parametrize(("workers", "strategy"), [(3, "pipeline=2+1"), (2, "sharded")])
+@pytest.mark.needs("disk")
 def test_a_full_disk_keeps_the_file_of_a_split_model(small_disk, echelon_run, workers, strategy):
     target = small_disk / "model.safetensors"
     result = echelon_run(SAVE, str(target), workers=workers, options=("--strategy", strategy), timeout_s=120)

@@ -22,6 +22,8 @@ from tests.equality.test_equality import BOUND, difference, plain
 from tests.flows.netns import Network, network
 from tests.flows.site import TOLD_S, Site, at, ends, said, shown
 
+pytestmark = pytest.mark.needs("hosts")
+
 TRAIN = """
     import os, signal, sys, torch, echelon
     run = echelon.init()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from echelon import native
 from echelon.errors import WorldError
 from tests.conftest import environment
 from tests.flows.test_teaching import flat
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="the compiled core is not built")
+pytestmark = pytest.mark.needs("core")
 
 LIMITED = """
 import os, resource
@@ -102,17 +100,15 @@ def test_without_room_for_mappings_nothing_stays_allotted():
 
 
 @pytest.mark.case("no memory to share")
-@pytest.mark.skipif(
-    os.geteuid() != 0, reason="needs root, to mount a small /dev/shm in a namespace of its own"
-)
+@pytest.mark.needs("disk")
 def test_a_tiny_and_full_dev_shm_does_not_matter(tmp_path):
     (tmp_path / "train.py").write_text(
-        "import echelon, torch\n"
+        "import echelon, torch\nfrom tests.runs import group_of\n"
         "assert torch.zeros(1).numel() and __import__('os').statvfs('/dev/shm').f_bavail == 0\n"
         "run = echelon.init()\n"
         "model = run.prepare(torch.nn.Linear(500, 500))\n"
         "model(torch.ones(2, 500)).sum().backward()\n"
-        "print('backend', type(run.world.gradients.inner).__name__)\n"
+        "print('backend', type(group_of(run).inner).__name__)\n"
     )
     small = "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && exec \"$@\""  # fmt: skip
     command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "-m", "echelon", "run", "--workers", "2", "train.py"]  # fmt: skip

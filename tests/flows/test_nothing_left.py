@@ -80,7 +80,7 @@ def test_nothing_is_left_of_what_clings_to_life(start_run, tmp_path, how, code):
     before = segments()
     running = start_run(CLINGING, workers=2)
     running.until(lambda: running.shows("up (×2)") or running.shows("1] up"))
-    assert len(processes_of(str(tmp_path))) >= 10
+    running.until(lambda: len(processes_of(str(tmp_path))) >= 10)
     assert end(running, how) == code
     wait_for_nothing(tmp_path, before, LIMIT_S)
 

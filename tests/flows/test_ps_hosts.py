@@ -38,6 +38,7 @@ def ask(
 
 @pytest.mark.case("ps: servers reached from another host")
 @pytest.mark.parametrize("family", [pytest.param("IPv4", marks=pytest.mark.slow), "IPv6"])
+@pytest.mark.needs("hosts")
 def test_servers_are_reached_over_tcp_from_another_host_and_in_shared_memory_from_their_own(tmp_path, family):
     with network(2) as net:
         first, second = net.hosts

@@ -301,7 +301,8 @@ def test_a_server_that_fails_is_told_last_with_its_own_traceback(start_run, tmp_
     """)
     )
     path = os.pathsep.join([str(broken), str(ROOT)])
-    result = start_run(WAIT, options=PS, env={"PYTHONPATH": path}).wait()
+    cold = {"PYTHONPATH": path, "ECHELON_START": "cold"}  # sitecustomize runs in each process
+    result = start_run(WAIT, options=PS, env=cold).wait()
     assert result.code == 1
     assert "ValueError: this server had enough" in result.err
     assert re.search(r"server 0 on \S+ failed: ValueError: this server had enough", result.err), result.err
@@ -530,6 +531,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.mark.case("servers on two hosts")
+@pytest.mark.needs("hosts")
 def test_servers_are_dealt_over_hosts_and_leave_with_the_run(site):
     site.script(UP)
     first, other = site.run("3", options=("--servers", "3", "--strategy", "ps")), site.join(1)
@@ -547,6 +549,7 @@ def test_servers_are_dealt_over_hosts_and_leave_with_the_run(site):
 
 
 @pytest.mark.case("servers on hosts of their own")
+@pytest.mark.needs("hosts")
 def test_a_host_that_joins_without_workers_takes_the_servers(site):
     site.script(TRAIN % "")
     first = site.run(options=("--servers", "1", "--strategy", "ps"), workers=1)
@@ -559,6 +562,7 @@ def test_a_host_that_joins_without_workers_takes_the_servers(site):
 
 
 @pytest.mark.case("a killed server on another host")
+@pytest.mark.needs("hosts")
 def test_a_server_killed_on_another_host_is_named(site):
     site.script(WAIT)
     first, other = site.run(options=PS), site.join(1)

@@ -70,6 +70,7 @@ def test_two_workers_of_torchrun_end_with_the_weights_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("hosts")
 def test_two_nodes_of_torchrun_end_with_the_weights_of_one_process(tmp_path):
     with network(2) as net:
         nodes = [

@@ -127,6 +127,7 @@ def test_uneven_inputs_end_together_and_every_sample_counts_once(echelon_run):
     script = (
         HEAD
         + """
+from tests.runs import samples_of_the_last_loop
 from torch.utils.data import IterableDataset
 class Shards(IterableDataset):
     counts = (10, 7, 1)
@@ -138,7 +139,7 @@ model, opt, loader = run.prepare(model, opt, DataLoader(Shards(), batch_size=3))
 steps = 0
 for a, b in loader:
     F.cross_entropy(model(a), b).backward(); opt.step(); opt.zero_grad(); steps += 1
-print("steps", steps, "samples", run.machine.last_loop, "sum", float(sum(p.sum() for p in model.parameters())))
+print("steps", steps, "samples", samples_of_the_last_loop(run), "sum", float(sum(p.sum() for p in model.parameters())))
 """
     )
     result = echelon_run(script, workers=3)

@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon import coding, faults
 from echelon.comm.codecs.named import codec_for
-from echelon.run import Run
-from echelon.strategy import Strategy
+from tests.runs import run_beside
 
 CODECS = ["fp16", "bf16", "int8", "1bit", "topk:0.02", "powersgd:2"]
 
@@ -41,7 +40,7 @@ def learn(first, text, lost=()):
     faults.clear()
     for step in lost:
         faults.lose(step=step)
-    run = Run(first.place, Strategy(compress=text), None, first.emit, world=first.world)
+    run = run_beside(first, compress=text)
     g = torch.Generator().manual_seed(1)
     x = torch.randn(256, 64, generator=g)
     y = (x[:, :8].sum(1) > 0).long()

@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import echelon
 from echelon import faults
-from echelon.build import world as make_world
-from echelon.run import Run
-from echelon.strategy import Strategy
+from tests.runs import group_of, run_beside, run_of_one
 
 
 def data(dtype=torch.float32):
@@ -74,11 +72,11 @@ def difference(a, b):
 def main():
     first = echelon.init()
     print(f"rank {first.rank} of {first.world_size} on {first.device}: {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-          f"gradients over {type(first.world.gradients).__name__}")  # fmt: skip
+          f"gradients over {type(group_of(first)).__name__}")  # fmt: skip
     reference = plain(torch.float64)
 
     def run_of(**fields):
-        return Run(first.place, Strategy(**fields), None, first.emit, world=first.world)
+        return run_beside(first, **fields)
 
     found = difference(train(run_of(), torch.float64)[0], reference)
     print(f"float64 against plain torch on the GPU: {found:.1e}")
@@ -93,11 +91,9 @@ def main():
     assert calm_scale == stormy_scale < 2.0**32
     assert difference(calm, stormy) == 0.0
     if first.world_size == 1:
-        strategy = Strategy(backend="nccl")
-        world = make_world(first.place, strategy, None)
-        nccl = Run(first.place, strategy, None, first.emit, world=world)
+        nccl = run_of_one(backend="nccl")
         found = difference(train(nccl, torch.float64)[0], reference)
-        print(f"NCCL world of one: {type(world.gradients).__name__}, {found:.1e}")
+        print(f"NCCL world of one: {type(group_of(nccl)).__name__}, {found:.1e}")
         assert found < 1e-10
         speed(run_of())
     print("all well")

@@ -7,20 +7,17 @@ import io
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Lost, Met
 from echelon.errors import PeerLost
 from echelon.parallel import arriving
 from echelon.parallel.arriving import Arriving
-from echelon.parallel.gradsync import Share
-from echelon.parallel.pushpull import PushSync
 from echelon.ps.copies import Copies
 from echelon.ps.keys import Tensor as Spec
 from echelon.ps.keys import place
@@ -28,7 +25,7 @@ from echelon.ps.recipes import Recipe
 from echelon.ps.service import Request
 from echelon.ps.session import Training
 from echelon.ps.spans import GAP_BYTES, cut
-from echelon.ps.worker import Servers
+from tests.runs import PushMeeting
 from tests.unit.test_ps_copies import Site as Copied
 from tests.unit.test_ps_session import site
 
@@ -76,10 +73,11 @@ class Gated(Training):
 class Trainer:
     """A model that is trained through servers, one step after the other, and its twin in plain torch."""
 
-    def __init__(self, ways: Servers, gates: list[Gated], model: nn.Module) -> None:
+    def __init__(
+        self, ways: Sequence[object], gates: list[Gated], model: nn.Module, replicas: int = 0
+    ) -> None:
         self.model, self.twin, self.gates = model, copy.deepcopy(model), gates
-        named = [(name, p, False) for name, p in model.named_parameters()]
-        self.sync = PushSync(named, AloneGroup(), ways, 1)
+        self.meeting = PushMeeting(model, ways, replicas)
         self.optimizer = torch.optim.SGD(self.twin.parameters(), lr=0.1, momentum=0.9)
         self.count = 0
 
@@ -92,14 +90,14 @@ class Trainer:
     def step(self, loss: Callable[[nn.Module], Tensor] | None = None) -> object:
         self.count += 1
         loss = loss or self.loss
-        self.sync.begin(Share())
+        self.meeting.begin()
         loss(self.model).backward()
-        outcome = self.sync.commit(self.count)
+        outcome = self.meeting.commit(self.count)
         if isinstance(outcome, Met):
-            outcome = self.sync.apply(0, [(SGD, list(self.model.parameters()))])
+            outcome = self.meeting.apply(SGD, list(self.model.parameters()))
         for p in self.model.parameters():
             p.grad = None
-        self.sync.withdraw(list(self.model.parameters()))
+        self.meeting.withdraw(list(self.model.parameters()))
         if isinstance(outcome, Met):
             self.optimizer.zero_grad()
             loss(self.twin).backward()
@@ -130,14 +128,14 @@ def trainer(site, monkeypatch) -> Iterator[Callable[..., Trainer]]:
         gates = [Gated(1, Copies(index, 1, servers)) for index in range(servers)]
         for gate, host in zip(gates, world.hosts, strict=True):
             host.services["train"] = gate
-        made.append(Trainer(Servers(world.links[0], ["h"] * servers), gates, model or layers()))
+        made.append(Trainer(world.links[0], gates, model or layers()))
         return made[-1]
 
     yield make
     for one in made:
         for gate in one.gates:
             gate.let_go()
-        one.sync.drain()
+        one.meeting.drain()
     torch.set_num_threads(threads)
 
 
@@ -147,7 +145,7 @@ def layers(num: int = 4, width: int = WIDTH) -> nn.Sequential:
 
 def hold(trained: Trainer) -> None:
     """The values of the next step stay on the servers; those of the last one are here."""
-    trained.sync.drain()
+    trained.meeting.drain()
     for gate in trained.gates:
         gate.open.clear()
 
@@ -165,8 +163,8 @@ def test_the_weights_are_torchs_bit_for_bit(trainer, servers, shared):
     for number in range(6):
         assert trained.step() == Met()
         hidden = bool(trained.on_their_way)
-        assert hidden == (number > 0), (number, trained.sync.arrivals.why_not())  # all but the first
-    trained.sync.drain()
+        assert hidden == (number > 0), (number, trained.meeting.why_not_behind)  # all but the first
+    trained.meeting.drain()
     assert trained.on_their_way == []
     trained.assert_even()
 
@@ -186,16 +184,16 @@ def test_step_returns_before_the_values_are_there_and_a_layer_begins_before_the_
     assert trained.step() == Met()
     assert len(trained.on_their_way) == 8
     (gate,) = trained.gates
-    gate.until_waiting(len(trained.sync.arrivals._pieces))  # calls are read by the server's own thread
+    gate.until_waiting(trained.meeting.num_on_their_way)  # calls are read by the server's own thread
     gate.let_go(2)  # the pieces of the first layer
     first = trained.model[0](trained.batch())
     assert torch.equal(first, trained.twin[0](trained.batch()))
     assert len(trained.on_their_way) == 6
-    before, began = trained.sync.wait_s, time.perf_counter()
+    before, began = trained.meeting.waited_s, time.perf_counter()
     release_later(trained, 0.2)
     out = trained.model(trained.batch())
     assert time.perf_counter() - began > 0.19  # it waited for the others
-    assert trained.sync.wait_s > before  # and that is counted
+    assert trained.meeting.waited_s > before  # and that is counted
     assert torch.equal(out, trained.twin(trained.batch()))
     assert trained.on_their_way == []
 
@@ -214,11 +212,11 @@ def test_values_are_asked_for_in_the_order_in_which_the_script_needs_them(traine
     trained = trainer(Backwards())
     for _ in range(4):
         trained.step()
-    assert trained.sync.arrivals.order == ["first.weight", "middle.weight", "last.weight"]
-    trained.sync.drain()
+    assert trained.meeting.order == ["first.weight", "middle.weight", "last.weight"]
+    trained.meeting.drain()
     *_, a, b, c = trained.gates[0].asked
-    at = {r.offset_bytes: r.tensor.name for r in trained.sync.held.placement.ranges}
-    assert [at[a], at[b], at[c]] == trained.sync.arrivals.order
+    at = trained.meeting.name_at
+    assert [at[a], at[b], at[c]] == trained.meeting.order
 
 
 def _compile(t: Trainer) -> Tensor:
@@ -330,7 +328,7 @@ def test_what_is_written_after_a_step_is_written_on_its_values(trainer):
         trained.twin[0].weight.data.clamp_(-0.01, 0.01)
         with torch.no_grad():
             trained.twin[1].bias.add_(1.0)
-    trained.sync.drain()
+    trained.meeting.drain()
     trained.assert_even()
 
 
@@ -360,7 +358,7 @@ def test_parameters_read_outside_their_module_are_right(trainer, kind):
     loss = penalised(trained) if kind == "penalty" else None
     for _ in range(5):
         assert trained.step(loss) == Met()
-    trained.sync.drain()
+    trained.meeting.drain()
     trained.assert_even()
 
 
@@ -383,7 +381,7 @@ def test_a_traced_module_makes_steps_wait(trainer):
     trained.step()
     trained.step()
     assert trained.on_their_way
-    trained.sync.drain()
+    trained.meeting.drain()
     traced = torch.jit.trace(trained.model, trained.batch())
     trained.step()
     assert trained.on_their_way == []
@@ -401,7 +399,7 @@ def test_other_parameters_and_small_or_near_ones_are_waited_for(trainer, monkeyp
     for _ in range(3):
         trained.step()
         assert trained.on_their_way == []
-    assert "`0.bias` is no plain parameter" in trained.sync.arrivals.why_not()
+    assert "`0.bias` is no plain parameter" in trained.meeting.why_not_behind
     assert arriving.worth(0, False) == ""  # the test's setting
     monkeypatch.setattr(arriving, "WORTH_BYTES", 1000)
     monkeypatch.setattr(arriving, "LOCAL", False)
@@ -416,14 +414,13 @@ def test_values_that_never_come_raise_nothing_in_the_forward_and_lose_the_step(t
     trained.step()
     hold(trained)
     trained.step()
-    for link in trained.sync.held.servers.links:
-        link.close()
+    trained.meeting.cut_off()
     trained.model(trained.batch()).sum().backward()  # nothing is raised here
     assert trained.on_their_way == []
-    outcome = trained.sync.apply(0, [(SGD, list(trained.model.parameters()))])
+    outcome = trained.meeting.apply(SGD, list(trained.model.parameters()))
     assert isinstance(outcome, Lost)
     with pytest.raises(PeerLost, match="never came"):
-        trained.sync.rejoin(brings=True)  # what is here must not become the servers'
+        trained.meeting.bring_to_servers()  # what is here must not become the servers'
 
 
 @pytest.mark.case("ps: values arrive behind the next forward")
@@ -434,12 +431,12 @@ def test_a_server_that_dies_with_values_on_their_way_is_replaced_by_its_copy(mon
     monkeypatch.setattr(arriving, "_compiled", lambda: False)
     world = Copied(1, 2, shared)
     try:
-        trained = Trainer(Servers(world.routes[0], ["h"] * 2, replicas=1), [], layers())
+        trained = Trainer(world.routes[0], [], layers(), replicas=1)
         for dying in (0, 1):
             trained.step()
             trained.step()
             world.until_copied()
-            trained.sync.drain()  # what is held back are the next step's
+            trained.meeting.drain()  # what is held back are the next step's
             held: list[Request] = []
             world.training[dying]._verbs["pull"] = held.append
             assert trained.step() == Met()
@@ -448,10 +445,10 @@ def test_a_server_that_dies_with_values_on_their_way_is_replaced_by_its_copy(mon
             with torch.no_grad():  # a graph that is kept holds parameters
                 out = trained.model(trained.batch())
                 assert torch.equal(out, trained.twin(trained.batch()))
-            assert trained.sync.arrivals.never is None
+            assert not trained.meeting.never_came
             world.start(dying)
         trained.step()
-        trained.sync.drain()
+        trained.meeting.drain()
         trained.assert_even()
     finally:
         world.close()
@@ -466,8 +463,8 @@ def test_a_new_term_voids_no_pull_of_committed_values(trainer):
     for gate in trained.gates:
         gate.term = 7  # another worker entered it
     release_later(trained)
-    trained.sync.drain()
-    assert trained.sync.arrivals.never is None
+    trained.meeting.drain()
+    assert not trained.meeting.never_came
     trained.assert_even()
 
 

@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 from echelon.comm.threads import Room, ThreadGroup
-from echelon.env import Place
 from echelon.errors import UsageError
 from echelon.parallel.building import recipe
 from echelon.parallel.building.chain import History, Touches
 from echelon.parallel.building.later import Later
 from echelon.parallel.building.recorder import recorded
-from echelon.run import Run
-from echelon.strategy import Strategy
+from tests.runs import run_of_one
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = torch.arange(4.0)
@@ -466,7 +464,7 @@ def test_a_run_that_prepares_a_recorded_model_makes_it():
     plain, _ = seeded(GPT)
     model, _ = recording(GPT)
     optimizer = torch.optim.Adagrad(model.parameters())
-    run = Run(Place(), Strategy(), None, lambda event: None)
+    run = run_of_one()
     assert run.prepare(model, optimizer) == (model, optimizer)
     assert all(
         torch.equal(made, wanted) for made, wanted in zip(model.parameters(), plain.parameters(), strict=True)

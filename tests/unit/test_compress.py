@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import coding
 from echelon.comm.group import Lost
-from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import MIB
-from echelon.parallel.coded import CodedWire
-from echelon.parallel.gradsync import Share
 from tests.contract.test_group import together
+from tests.runs import Meeting
 
 CODECS = ["fp16", "bf16", "int8", "1bit", "topk:0.05", "powersgd:2"]
 
@@ -39,10 +36,7 @@ def each_of(workers, act):
 
 
 def coded_sync(model, group, text, **options):
-    compression = coding.read(text)
-    assert compression is not None
-    params = [(n, p, False) for n, p in model.named_parameters()]
-    return AllReduceSync(params, group, wire=CodedWire(group, compression), **options)
+    return Meeting.all_reduced(model, group, text, **options)
 
 
 def backward(model, rank, seed, dtype=torch.float32):
@@ -78,7 +72,7 @@ def step(sync, model):
     model.zero_grad()
     sync.commit(1)
     sync.settled()
-    sync.wire.keep()
+    sync.keep()
 
 
 @pytest.mark.case("compress: same bits on every rank")
@@ -89,7 +83,7 @@ def test_every_rank_gets_the_same_bits_close_to_the_true_sum(workers, text, dtyp
     def act(group):
         model = Net(dtype)
         sync = coded_sync(model, group, text, bucket_bytes=20_000, first_bucket_bytes=5_000)
-        sync.begin(Share(weight=1 / workers))
+        sync.begin(weight=1 / workers)
         found = []
         for seed in range(3):
             backward(model, group.rank, seed, dtype)
@@ -120,7 +114,7 @@ def test_error_feedback_drives_the_mean_error_to_zero(text):
     def act(group):
         model = Net()
         sync = coded_sync(model, group, text, bucket_bytes=20_000, first_bucket_bytes=5_000)
-        sync.begin(Share(weight=1 / workers))
+        sync.begin(weight=1 / workers)
         total, errors = {}, []
         for number in range(1, steps + 1):
             backward(model, group.rank, 0)
@@ -140,32 +134,29 @@ def test_error_feedback_drives_the_mean_error_to_zero(text):
 @pytest.mark.case("compress: zero_grad takes back")
 @pytest.mark.parametrize("text", CODECS)
 def test_zero_grad_takes_back_what_was_sent_and_what_was_not(text):
-    def owed(sync):
-        return [piece.tensor.clone() for piece in sync.wire.pieces()]
-
     def act(group):
         model = Net()
         sync = coded_sync(model, group, text)
-        sync.begin(Share(weight=1 / 3))
+        sync.begin(weight=1 / 3)
         for seed in range(2):  # the second step has the buckets' final order
             backward(model, group.rank, seed)
             step(sync, model)
-        before = owed(sync)
+        before = sync.owed
         backward(model, group.rank, 7)
-        between = owed(sync)
+        between = sync.owed
         sync.withdraw(model.parameters())
         model.zero_grad()
-        after = owed(sync)
+        after = sync.owed
         # a step in the same iteration, then a gradient that is taken back
         backward(model, group.rank, 8)
         sync.applied(model.parameters())
-        stepped = owed(sync)
+        stepped = sync.owed
         model.zero_grad()
         backward(model, group.rank, 9)
         sync.withdraw(model.parameters())
-        last = owed(sync)
-        sync.wire.put_back()
-        return before, between, after, stepped, last, owed(sync)
+        last = sync.owed
+        sync.put_back()
+        return before, between, after, stepped, last, sync.owed
 
     for before, between, after, stepped, last, back in each_of(3, act):
         assert any(not torch.equal(a, b) for a, b in zip(before, between, strict=True))
@@ -181,7 +172,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_and_leaves_no_trace(text):
     def act(group):
         model = Net()
         sync = coded_sync(model, group, text)
-        sync.begin(Share(weight=1 / 3))
+        sync.begin(weight=1 / 3)
         generator = torch.Generator().manual_seed(group.rank)
         loss = model(torch.randn(4, 40, generator=generator)).square().mean()
         (loss * float("inf") if group.rank == 1 else loss).backward()
@@ -198,12 +189,12 @@ def test_a_scale_that_changes_changes_what_is_owed():
     def act(group):
         model = Net()
         sync = coded_sync(model, group, "topk:0.05")
-        sync.begin(Share(weight=0.5))
+        sync.begin(weight=0.5)
         backward(model, group.rank, 0)
         step(sync, model)
-        before = [piece.tensor.clone() for piece in sync.wire.pieces()]
-        sync.wire.rescale(torch.tensor(0.5))
-        return all(torch.equal(a * 0.5, p.tensor) for a, p in zip(before, sync.wire.pieces(), strict=True))
+        before = sync.owed
+        sync.rescale(0.5)
+        return all(torch.equal(a * 0.5, b) for a, b in zip(before, sync.owed, strict=True))
 
     assert each_of(2, act) == [True, True]
 
@@ -213,15 +204,15 @@ def test_new_buckets_owe_what_the_old_ones_owed(text):
     def act(group):
         model = Net()
         sync = coded_sync(model, group, text, bucket_bytes=9_000, first_bucket_bytes=5_000)
-        sync.begin(Share(weight=1 / 3))
+        sync.begin(weight=1 / 3)
         backward(model, group.rank, 0)
         step(sync, model)
-        before = {slot.index: c.owed(slot) for c in sync.wire.coders for slot in c.bucket.slots}
+        before = sync.owed_by_name
         model.a.requires_grad_(False)
-        sync.build([s for s in sync.slots if s.param.requires_grad])
+        sync.cut_anew()
         model.a.requires_grad_(True)
-        sync.build(list(sync.slots))
-        after = {slot.index: c.owed(slot) for c in sync.wire.coders for slot in c.bucket.slots}
+        sync.cut_anew()
+        after = sync.owed_by_name
         return all(torch.equal(before[i], after[i]) for i in before) and before.keys() == after.keys()
 
     assert all(each_of(3, act))
@@ -232,10 +223,10 @@ def test_traffic_counts_what_is_sent_and_what_it_would_have_been():
         model = nn.Linear(512, 512)
         sync = coded_sync(model, group, "int8", bucket_bytes=25 * MIB)
         model(torch.ones(1, 512)).sum().backward()
-        return sync.wire.traffic
+        return sync.plain_bytes / sync.sent_bytes
 
-    for traffic in each_of(2, act):
-        assert 3.8 < traffic.plain_bytes / traffic.sent_bytes < 4.0
+    for ratio in each_of(2, act):
+        assert 3.8 < ratio < 4.0
 
 
 @pytest.mark.parametrize("text", CODECS)
@@ -243,7 +234,7 @@ def test_a_peer_that_gives_up_is_a_loss_and_nobody_waits_on(text):
     def act(group):
         model = Net()
         sync = coded_sync(model, group, text, bucket_bytes=9_000, first_bucket_bytes=5_000)
-        sync.begin(Share(weight=1 / 3))
+        sync.begin(weight=1 / 3)
         if group.rank == 1:
             group.abort("no more")
             return True

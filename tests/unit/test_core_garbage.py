@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echelon import native
 from tests.conftest import ROOT
 from tests.unit.test_core_tcp import ALL_REDUCE, F32, SOON_S, at, collective, mesh
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="the compiled core is not built")
+pytestmark = pytest.mark.needs("core")
 
 MAGIC, TERM = 0x65636831, 1
 DATA, MESSAGE, OFFER, PAYLOAD, READY, CREDIT, FAILURE, LEAVE, KNOCK = range(1, 10)

@@ -14,7 +14,7 @@ import pytest
 from echelon import native
 
 core = native.core()
-pytestmark = pytest.mark.skipif(core is None, reason="the compiled core is not built")
+pytestmark = pytest.mark.needs("core")
 
 SOON_S = 30.0
 BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, GATHER, SCATTER = range(8)

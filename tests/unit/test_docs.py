@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
+"""[words](target), and the line [name]: target."""
 
 
 def _class(path: str, name: str) -> ast.ClassDef:
@@ -73,7 +74,7 @@ def test_every_module_stands_on_the_map():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     dead = []
-    for target in LINK.findall(_without_code(page.read_text())):
+    for target in map("".join, LINK.findall(_without_code(page.read_text()))):
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
@@ -109,3 +110,29 @@ def test_the_readmes_example_has_15_lines_and_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model.safetensors").exists()
     assert "same answer as one process" in done.stderr
+
+
+def test_the_first_page_has_150_lines_and_begins_with_the_diff_the_command_and_what_it_prints():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    start = "\n".join(lines[:40])
+    found = [
+        word
+        for word in ("```diff", "+import echelon", "$ pip install", "$ echelon run", "same answer")
+        if word in start
+    ]
+    assert (len(lines) <= 150, max(map(len, lines)) <= 80, len(found), start.count("```")) == (
+        True,
+        True,
+        5,
+        4,
+    )
+
+
+@pytest.mark.parametrize("side", ["-", "+"])
+def test_the_readmes_diff_runs_before_and_after_its_lines_are_changed(tmp_path, side):
+    diff = re.search(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert diff is not None
+    script = "\n".join(line[1:] for line in diff[1].splitlines() if line[:1] in (" ", side))
+    (tmp_path / "train.py").write_text(script.replace("20_000", "200"))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, (tmp_path / "model.pt").exists()) == (0, True), done.stderr

@@ -21,6 +21,12 @@ def weight() -> nn.Parameter:
     return param
 
 
+def test_a_parameter_that_is_a_single_number_has_such_a_gradient_as_well():
+    scale = nn.Parameter(torch.tensor(1.5))
+    scale.grad = OnServers.of("scale", scale)
+    assert scale.grad.shape == ()
+
+
 USES = {
     "norm": lambda p: p.grad.norm(), "item": lambda p: p.grad.sum().item(), "add": lambda p: p.grad + 1, "radd": lambda p: 1 + p.grad,
     "mul_": lambda p: p.grad.mul_(0.5), "imul": lambda p: p.grad.__imul__(0.5), "clamp_": lambda p: p.grad.clamp_(-1, 1),

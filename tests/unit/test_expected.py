@@ -6,45 +6,40 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import expected
 from echelon.clock import Deadline
-from echelon.coding import read
 from echelon.comm.threads import Room
 from echelon.mesh import moves
-from echelon.parallel.allreduce import AllReduceSync
-from echelon.parallel.coded import CodedWire
 from echelon.parallel.tensor import meet
 from echelon.parallel.tensor.meet import Axis
 from tests.contract.test_group import together_of
+from tests.runs import Meeting
 
 
 def params(*shapes):
-    return [(f"p{i}", nn.Parameter(torch.zeros(shape)), False) for i, shape in enumerate(shapes)]
+    return nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
 
 
 def test_gradients_that_meet_are_all_reduced_and_frozen_ones_do_not_travel():
     def act(group):
         held = params((256, 256), (256,), (1000,))
-        held[2][1].requires_grad_(False)
-        sync = AllReduceSync(held, group)
-        assert expected._meeting(sync, 1) == moves.all_reduced(4 * (256 * 256 + 256), 3)
+        held[2].requires_grad_(False)
+        assert Meeting.all_reduced(held, group).expected_bytes == moves.all_reduced(4 * (256 * 256 + 256), 3)
 
     together_of(Room(3).groups(), act)
 
 
 def test_coded_gradients_are_expected_to_take_a_quarter():
     def act(group):
-        sync = AllReduceSync(params((512, 512)), group, wire=CodedWire(group, read("int8")))
-        assert expected._meeting(sync, 1) == pytest.approx(moves.all_reduced(4 * 512 * 512, 2) / 4, rel=0.05)
+        sync = Meeting.all_reduced(params((512, 512)), group, "int8")
+        assert sync.expected_bytes == pytest.approx(moves.all_reduced(4 * 512 * 512, 2) / 4, rel=0.05)
 
     together_of(Room(2).groups(), act)
 
 
 def test_rows_of_sparse_tables_and_meetings_that_are_not_known_are_not_predicted():
     def act(group):
-        sync = AllReduceSync([("table", nn.Parameter(torch.zeros(10, 4)), True)], group)
-        assert expected._meeting(sync, 1) is None
-        assert expected._meeting(object(), 1) is None
+        assert Meeting.all_reduced(nn.Embedding(10, 4, sparse=True), group).expected_bytes is None
+        assert Meeting(object()).expected_bytes is None
 
     together_of(Room(2).groups(), act)
 

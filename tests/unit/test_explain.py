@@ -64,9 +64,11 @@ for epoch in run.epochs(1):
 """
 
 DRIVER = """
-import json, os, sys
+import gc, json, os, sys
+import torch._dynamo, torch._subclasses.fake_tensor
 import echelon.explain.rehearsal
 from echelon.cli import main
+gc.freeze()
 found = []
 for number, args in enumerate(json.loads(sys.argv[1])):
     child = os.fork()  # a rehearsal is one a process; torch is imported once for all of them

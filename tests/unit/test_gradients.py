@@ -12,17 +12,14 @@ from torch import nn
 
 from echelon.comm.group import Lost
 from echelon.comm.threads import Room
-from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.buckets import pack
-from echelon.parallel.gradsync import Share
 from echelon.prepare import selfcheck
 from tests.contract.test_group import together
+from tests.runs import Meeting, run_of_one
 
 
 def sync_over(model, group=None, **options):
-    return AllReduceSync(
-        [(n, p, False) for n, p in model.named_parameters()], group or Room(1).groups()[0], **options
-    )
+    return Meeting.all_reduced(model, group or Room(1).groups()[0], **options)
 
 
 def test_packing_keeps_the_order_and_starts_small():
@@ -37,9 +34,8 @@ def test_gradients_are_views_of_buckets_with_the_parameters_strides():
     )
     sync = sync_over(model)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
-    flats = {b.flat.untyped_storage().data_ptr() for b in sync.buckets}
     for p in model.parameters():
-        assert p.grad.untyped_storage().data_ptr() in flats
+        assert p.grad.untyped_storage().data_ptr() in sync.memory
         assert p.grad.stride() == p.stride()
 
 
@@ -55,11 +51,11 @@ def test_buckets_follow_the_order_of_the_backward_after_the_first_step():
 
     model = Crossed()
     sync = sync_over(model)
-    assert [s.name for b in sync.buckets for s in b.slots] == ["first.weight", "last.weight"]
+    assert [name for names in sync.names for name in names] == ["first.weight", "last.weight"]
     model(torch.randn(2, 4)).sum().backward()
     sync.commit(1)
     sync.settled()
-    assert [s.name for b in sync.buckets for s in b.slots] == ["last.weight", "first.weight"]
+    assert [name for names in sync.names for name in names] == ["last.weight", "first.weight"]
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -68,9 +64,9 @@ def test_buckets_leave_during_backward():
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     sync = sync_over(model, bucket_bytes=1200, first_bucket_bytes=1200)
     left_at = []
-    model[0].weight.register_hook(lambda g: left_at.append(sync.next_bucket))
+    model[0].weight.register_hook(lambda g: left_at.append(sync.num_left))
     model(torch.randn(2, 16)).sum().backward()
-    assert len(sync.buckets) >= 6
+    assert len(sync.names) >= 6
     assert left_at[0] >= 4, "all but the first layers' buckets were on their way before backward ended"
 
 
@@ -78,7 +74,7 @@ def test_a_stand_ins_gradient_is_dropped_even_if_it_is_nan():
     def act(group):
         layer = nn.Linear(2, 2)
         sync = sync_over(layer, group)
-        sync.begin(Share(weight=1.0 if group.rank == 0 else 0.0, counts=group.rank == 0))
+        sync.begin(weight=1.0 if group.rank == 0 else 0.0, counts=group.rank == 0)
         x = torch.ones(1, 2) if group.rank == 0 else torch.full((1, 2), float("nan"))
         layer(x).sum().backward()
         assert torch.equal(layer.weight.grad, torch.ones(2, 2))
@@ -90,7 +86,7 @@ def test_a_loss_that_touches_no_parameter_on_one_rank_meets_at_the_step():
     def act(group):
         layer = nn.Linear(2, 2)
         sync = sync_over(layer, group)
-        sync.begin(Share(weight=0.5))
+        sync.begin(weight=0.5)
         if group.rank == 0:
             layer(torch.ones(1, 2)).sum().backward()
         sync.finish()  # what optimizer.step does first
@@ -123,7 +119,7 @@ def test_two_backwards_inside_a_groups_last_micro_step_count_as_they_should():
         mine = slice(0, 3) if group.rank == 0 else slice(3, 4)
         for i in range(2):
             share = (3 if group.rank == 0 else 1) / 8
-            sync.begin(Share(weight=share, last=i == 1, sums_to_one=False))
+            sync.begin(weight=share, last=i == 1, sums_to_one=False)
             layer(x[i][mine]).pow(2).mean().backward()
             layer(x[i][mine]).abs().mean().backward()
             if i == 0:
@@ -163,12 +159,7 @@ def test_divisors_are_read_off_the_graph():
 
 
 def test_a_copied_or_pickled_model_belongs_to_nobodys_run():
-    from echelon.env import Place
-    from echelon.run import Run
-    from echelon.strategy import Strategy
-
-    run = Run(Place(), Strategy(), None, lambda event: None)
-    model = run.prepare(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model = run_of_one().prepare(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.randn(4, 3)).sum().backward()
         assert type(other[1]) is nn.BatchNorm1d

@@ -8,11 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon.clock import Deadline
-from echelon.env import Place
 from echelon.errors import CheckpointError, LoopError, UsageError
 from echelon.events import CheckpointSaved, Resumed, Warned
-from echelon.run import Run
-from echelon.strategy import Strategy
+from tests.runs import come_to_the_end, finish_saving, run_of_one
 
 DATA = TensorDataset(torch.arange(12.0).view(12, 1), torch.arange(12.0).view(12, 1))
 
@@ -23,7 +21,7 @@ def make(tmp_path):
 
     def made(**fields):
         events = []
-        return Run(Place(run="it", run_dir=tmp_path / "it"), Strategy(**fields), None, events.append), events
+        return run_of_one(tmp_path / "it", events, **fields), events
 
     return made
 
@@ -45,7 +43,7 @@ def train(run, model=None, epochs=2, body=lambda step: None, after=lambda: None)
             opt.zero_grad()
             body(run.global_step)
         after()
-    run.keeping.close()
+    finish_saving(run)
     return model
 
 
@@ -172,7 +170,7 @@ def test_a_place_that_is_never_reached_is_named(make):
     again, _ = make()
     again.resume()
     with pytest.raises(LoopError, match=r"epoch 1 > loop 0 epoch 1, batch 3 \(step 7\)"):
-        again.keeping.check_arrived()
+        come_to_the_end(again)
 
 
 def test_resume_comes_before_the_first_loop(make):

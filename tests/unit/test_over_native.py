@@ -18,7 +18,7 @@ from echelon.comm.group import Lost, Met
 from echelon.comm.over_native import NativeGroup
 
 core = native.core()
-pytestmark = pytest.mark.skipif(core is None, reason="the compiled core is not built")
+pytestmark = pytest.mark.needs("core")
 SOON_S = 30.0
 
 

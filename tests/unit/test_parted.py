@@ -9,18 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.comm.alone import AloneGroup
 from echelon.comm.group import Lost, Met
 from echelon.comm.threads import Room
-from echelon.parallel.gradsync import Share
 from echelon.parallel.pipeline.contract import MicroBatch
 from echelon.parallel.pipeline.lending import Uses
 from echelon.parallel.pipeline.plan import Plans
 from echelon.parallel.pipeline.stage import ModelStage
 from echelon.parallel.pipeline.trace import Records
-from echelon.parallel.sharded.carry import Carrier
 from echelon.parallel.sharded.flat import Member, lay, step_bytes, stretch, units
-from echelon.parallel.sharded.parted import PartedSync
+from tests.runs import PartedMeeting
 from tests.unit.test_pipeline_stage import CASES, cut_of, micros_of, run, whole
 
 CPU = torch.device("cpu")
@@ -56,9 +53,8 @@ def test_stretches_cover_everything_once(numel):
 def replica(group, model, plans, stages, *, level, defer, tied=frozenset()):
     uses = Uses({i: plans[i].names_of_calls for i in range(stages)}, tied)
     params = [p for p in model.parameters() if p.is_floating_point()]
-    carrier = Carrier(group, AloneGroup(CPU))
-    sync = PartedSync(lay(model, params, uses, TINY), group, carrier, CPU, keeps=level == 2, defers=defer)
-    sync.begin(Share(weight=0.5))
+    sync = PartedMeeting(lay(model, params, uses, TINY), group, CPU, keeps=level == 2, defers=defer)
+    sync.begin(weight=0.5)
     return sync
 
 
@@ -74,21 +70,14 @@ def trained(group, plans, micros, loss_fn, *, level, defer):
     """One rank: a step of all stages; what it keeps of each gradient, by name, and how many units were whole at a time."""
     model, made, first = plans.model, plans.cut, plans.of(micros[0])
     sync = replica(group, model, first, made.num_stages, level=level, defer=defer)
-    stages = [ModelStage(model, plans, i, defer=defer, lent=sync) for i in range(made.num_stages)]
-    resident = []
-    for unit in sync.units:
-        gather = unit.gather
-        unit.gather = lambda gather=gather: (gather(), resident.append(sum(u.resident for u in sync.units)))
+    stages = [ModelStage(model, plans, i, defer=defer, lent=sync.lent) for i in range(made.num_stages)]
+    resident = sync.watch_units()
     with sync.step():
         losses = run(stages, micros, loss_fn)
-    assert not any(unit.resident for unit in sync.units)
+    assert sync.num_whole == 0
     sync.finish()
     assert isinstance(sync.commit(1), Met)
-    grads = {
-        slot.name: None if slot.param.grad is None else (slot.start, slot.stop, slot.param.grad)
-        for slot in sync.slots
-    }
-    return losses, grads, resident, sync
+    return losses, sync.grads, resident, sync
 
 
 @pytest.mark.case("sharded: levels 2 and 3 in a pipeline")
@@ -158,8 +147,7 @@ def test_a_step_sends_what_was_predicted(level):
         ranks = [rank.result(60) for rank in ranks]
     size = sum(p.nbytes for p in model.parameters())
     for _, _, _, sync in ranks:
-        sent = sync.wire.traffic.sent_bytes
-        assert abs(sent / step_bytes(size, 2, 1, 3, keeps=level == 2) - 1) < 0.05
+        assert abs(sync.sent_bytes / step_bytes(size, 2, 1, 3, keeps=level == 2) - 1) < 0.05
 
 
 @pytest.mark.case("sharded: levels 2 and 3 in a pipeline")
@@ -171,7 +159,7 @@ def test_a_lost_peer_is_told_at_the_commit_and_nothing_stays_open():
     plans = planned(model, micro, made)
     group, other = Room(2).groups()
     sync = replica(group, model, plans.of(micro), 1, level=3, defer=False)
-    stages = [ModelStage(model, plans, 0, lent=sync)]
+    stages = [ModelStage(model, plans, 0, lent=sync.lent)]
     other.abort("it was killed")
     with sync.step():
         run(stages, [micro], nn.functional.mse_loss)
@@ -180,4 +168,4 @@ def test_a_lost_peer_is_told_at_the_commit_and_nothing_stays_open():
     assert isinstance(outcome, Lost)
     assert "killed" in outcome.reason
     sync.forget()
-    assert all(slot.param.data_ptr() == slot.part.data_ptr() for slot in sync.slots)
+    assert sync.only_parts_are_here

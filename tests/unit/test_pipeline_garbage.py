@@ -17,7 +17,6 @@ from echelon.parallel.pipeline.contract import Port
 from echelon.parallel.pipeline.framed import Label, opened, pack
 from echelon.parallel.pipeline.runtime import Runtime
 from tests.unit.pipeline_parts import Net, batch, workers
-from tests.unit.test_over_native import core
 from tests.unit.test_over_native import groups as native_groups
 
 SEED = 20261116
@@ -50,10 +49,10 @@ def test_a_header_with_any_bit_wrong_is_refused_with_its_sender():
 
 
 @pytest.mark.case("pipeline: garbage in messages")
-@pytest.mark.parametrize(("native", "trials"), [(False, 60), (True, 6)])
+@pytest.mark.parametrize(
+    ("native", "trials"), [(False, 60), pytest.param(True, 6, marks=pytest.mark.needs("core"))]
+)
 def test_what_a_broken_worker_sends_ends_the_step_and_names_it(native, trials):
-    if native and core is None:
-        pytest.skip("the compiled core is not built")
     dice = random.Random(SEED)
     for trial in range(trials):
         orders = replicas.orders("1f1b", (1, 1), 1)

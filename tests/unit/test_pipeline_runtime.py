@@ -27,7 +27,6 @@ from echelon.parallel.pipeline.pool import Pool
 from echelon.parallel.pipeline.runtime import Ran, Runtime
 from echelon.parallel.pipeline.schedule import forwards, num_stages
 from tests.unit.pipeline_parts import Net, Part, alone, batch, summed, together, workers
-from tests.unit.test_over_native import core
 from tests.unit.test_over_native import groups as native_groups
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
@@ -115,7 +114,7 @@ def _each(runtimes, orders, parts, step):
     return outcomes
 
 
-@pytest.mark.skipif(core is None, reason="the compiled core is not built")
+@pytest.mark.needs("core")
 @pytest.mark.case("pipeline: over shared memory")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_over_shared_memory_with_values_larger_than_its_rings(schedule):
@@ -131,7 +130,7 @@ def test_over_shared_memory_with_values_larger_than_its_rings(schedule):
     assert all(0 <= o.bubble < 1 for o in outcomes)
 
 
-@pytest.mark.skipif(core is None, reason="the compiled core is not built")
+@pytest.mark.needs("core")
 @pytest.mark.case("pipeline: over shared memory")
 def test_over_shared_memory_with_unequal_stages():
     for widths in ((3, 1), (1, 2)):
@@ -141,11 +140,9 @@ def test_over_shared_memory_with_unequal_stages():
 
 
 @pytest.mark.case("pipeline: a lost peer unwinds")
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.needs("core"))])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_worker_that_gives_up_in_the_middle_loses_the_step_for_all_at_once(schedule, native):
-    if native and core is None:
-        pytest.skip("the compiled core is not built")
     orders = replicas.orders(schedule, (1, 1, 1, 1), 6, chunks=2)
     net, micros = Net(num_stages(schedule, 4, 2)), batch(6)
     parts = workers(net, orders, micros)
@@ -180,7 +177,7 @@ class Gone(Exception):
     pass
 
 
-@pytest.mark.skipif(core is None, reason="the compiled core is not built")
+@pytest.mark.needs("core")
 @pytest.mark.case("pipeline: a lost peer unwinds")
 def test_a_killed_process_is_named_to_all_others_within_seconds():
     script = Path(__file__).with_name("pipeline_killed.py")
@@ -243,13 +240,11 @@ def test_ranks_at_different_steps_are_told_what_each_had():
 
 
 @pytest.mark.case("pipeline: a message that is not due is an error with both sides")
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.needs("core"))])
 def test_ranks_with_batches_of_different_sizes_lose_the_step_and_are_named(native):
     orders = replicas.orders("1f1b", (1, 1), 1)
     parts = workers(Net(2), orders, batch(1))
     parts[0][0].micros = batch(1, rows=5)
-    if native and core is None:
-        pytest.skip("the compiled core is not built")
     with native_groups(2) if native else contextlib.nullcontext(Room(2).groups()) as groups:
         outcomes = together(groups, orders, parts)
     assert all(isinstance(o, Lost) for o in outcomes)

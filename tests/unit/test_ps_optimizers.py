@@ -14,6 +14,8 @@ from echelon.native import reference_update as reference
 from echelon.ps.optimizers import Range, recipe_of
 from echelon.ps.recipes import REGISTERED, Recipe
 
+pytestmark = pytest.mark.needs("fused")
+
 STEPS = 60
 
 EXACT: dict[str, tuple[type[torch.optim.Optimizer], list[dict[str, object]]]] = {
@@ -98,14 +100,6 @@ def same(optimizer: torch.optim.Optimizer, pairs: list[tuple[Tensor, Tensor, lis
         for name in mine[0]:
             whole = mine[0][name] if name == "step" else torch.cat([s[name] for s in mine])
             assert torch.equal(theirs[name], whole), name
-
-
-@pytest.fixture(autouse=True)
-def _torch_fuses():
-    if not reference.fuses():
-        pytest.skip(
-            "torch rounds twice where the core rounds once: this processor has no AVX2, or torch is told not to use it"
-        )
 
 
 @pytest.mark.case("ps: optimizers equal torch's")

@@ -428,10 +428,7 @@ def test_a_step_that_makes_no_sense_is_refused_to_all_who_asked_for_it(site, wro
         made.ask(rank, "push", torch.ones(4), model=1, push=1, keys=[[0]])
         made.ask(rank, "apply", None, torch.empty(4), **asked).wait(soon())
 
-    try:
-        errors = made.all(act)
-    except OverflowError:
-        pytest.skip("does not travel")
+    errors = made.all(act)
     assert all(isinstance(error, EchelonError) for error in errors), errors
     assert not any("See its log" in str(error) for error in errors), errors
     outs = [torch.empty(4), torch.empty(4)]

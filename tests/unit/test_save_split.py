@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import errno
 import os
 import signal
@@ -20,15 +19,13 @@ from torch import nn
 
 from echelon.comm.alone import AloneGroup
 from echelon.comm.threads import Room
-from echelon.env import Place
 from echelon.errors import PeerLost, UsageError
 from echelon.parallel.exchange import Exchange
 from echelon.prepare import partial, save, stream
 from echelon.prepare.partial import Partial
-from echelon.run import Run
-from echelon.strategy import Strategy
 from tests.checkpoint_ranks import bits, together
 from tests.layouts import along, grid, here, packed, staged, stretches
+from tests.runs import State, averages, lay, run_of_one, runs_among_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -351,19 +348,15 @@ def test_a_type_that_safetensors_lacks_is_named(tmp_path):
 
 
 def test_a_run_saves_what_forms_placed_and_the_averages_of_it(tmp_path):
-    run = Run(Place(run="it", run_dir=tmp_path / "it"), Strategy(ema=0.5), None, lambda event: None)
+    run = run_of_one(tmp_path / "it", ema=0.5)
     net = run.prepare(Net())
     whole = {
         name: torch.randn(p.shape).to(p.dtype) for name, p in net.named_parameters() if p.is_floating_point()
     }
-    average = run.prepared.averages[id(net)]
     names = {id(p): name for name, p in net.named_parameters()}
-    for n, param in enumerate(average.live):
-        name = names[id(param)]
-        average.shadow[n] = whole[name]
-        if name == "qkv.weight":
-            lies = along(tuple(param.shape), 1, 1)[0]
-            run.prepared.placed[id(param)] = lies
+    lay(run, net, "qkv.weight", along(tuple(net.qkv.weight.shape), 1, 1)[0])
+    for param, average in averages(run, net):
+        average.copy_(whole[names[id(param)]])
     found = safetensors.torch.load_file(run.save(tmp_path / "m"))
     assert torch.equal(found["head.weight"], whole["embed.weight"])
     assert torch.equal(found["qkv.weight"], whole["qkv.weight"])
@@ -373,32 +366,23 @@ def test_a_run_saves_what_forms_placed_and_the_averages_of_it(tmp_path):
 
 def test_stages_save_their_own_buffers_also_when_a_module_replaced_one(tmp_path):
     """Two stages, as a pipeline leaves them: each rank's other stage is a placeholder."""
-    groups = Room(2).groups()
-    world = Run(Place(run="it", run_dir=tmp_path / "it"), Strategy(), None, lambda event: None).world
     whole = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(4)).state_dict()
     whole |= {"0.running_mean": torch.tensor([1.0, 2, 3]), "1.running_mean": torch.tensor([4.0, 5, 6, 7])}
 
-    def act(rank):
-        net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(4))
-        run = Run(Place(run="it", run_dir=tmp_path / "it"), Strategy(), None, lambda event: None)
-        run.prepare(net)
+    def act(run):
+        net = run.prepare(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(4)))
         net.load_state_dict(whole)
-        run.prepared.world = dataclasses.replace(world, rank=rank, size=2, everyone=groups[rank])
         for stage, module in enumerate(net):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 shape = tuple(tensor.shape)
-                lies = staged(shape, 2, stage)[rank]
-                if isinstance(tensor, nn.Parameter):
-                    run.prepared.placed[id(tensor)] = lies
-                else:
-                    run.prepared.placed_buffers[f"{stage}.{name}"] = lies
-                if stage != rank:
+                lay(run, net, f"{stage}.{name}", staged(shape, 2, stage)[run.rank])
+                if stage != run.rank:
                     tensor.data = torch.full((), 99, dtype=tensor.dtype).expand(shape)
-        assert len(run.keeping.whole.holdings()) == 5
-        net[rank].running_mean = net[rank].running_mean + 1
-        save.save(run.prepared, net, tmp_path / "m.safetensors", run.exchange)
+        assert len(State(run).holdings()) == 5
+        net[run.rank].running_mean = net[run.rank].running_mean + 1
+        run.save(tmp_path / "m", net)
 
-    together(2, act)
+    runs_among_threads(2, act)
     found = safetensors.torch.load_file(tmp_path / "m.safetensors")
     assert found["0.running_mean"].tolist() == [2, 3, 4]
     assert found["1.running_mean"].tolist() == [5, 6, 7, 8]

@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 from echelon.checkpoint.load import open_saved
-from echelon.env import Place
 from echelon.errors import CheckpointError
 from echelon.mesh.axes import Mesh
 from echelon.mesh.layout import Key, Placed, Runs
-from echelon.run import Run
-from echelon.strategy import Strategy
 from tests.checkpoint_ranks import bits, save
 from tests.layouts import along, bounds, grid, here, packed, staged, stretches
+from tests.runs import State, as_rank, averages, lay, run_of_one
 
 STEPS = 3
 
@@ -126,38 +124,25 @@ class Rank:
 
     def __init__(self, tmp_path, layout, rank, fill, optimizer=Counted, **options):
         size, make = LAYOUTS[layout]
-        run = Run(Place(run="it", run_dir=tmp_path / "it"), Strategy(ema=0.5), None, lambda event: None)
+        run = run_of_one(tmp_path / "it", ema=0.5)
         with torch.random.fork_rng():
             self.net = Net()
         self.optimizer = optimizer(
             self.net.parameters(), **({"lr": 0.01, "weight_decay": 0.1, "amsgrad": True} | options)
         )
         run.prepare(self.net, self.optimizer)
-        prepared = run.prepared
-        mesh = Mesh((1, size, 1)) if layout in BUFFERS_ON else Mesh((size, 1, 1))
-        world = dataclasses.replace(prepared.world, rank=rank, size=size, mesh=mesh)
-        self.whole = run.keeping.whole
-        prepared.world = self.whole.world = world
+        as_rank(run, rank, Mesh((1, size, 1)) if layout in BUFFERS_ON else Mesh((size, 1, 1)))
+        self.whole = State(run)
         self.placed = {name: layouts[rank] for name, layouts in shapes(size, make).items()}
         self.params = dict(self.net.named_parameters())
-        average = prepared.averages[id(self.net)]
-        for name, param in self.params.items():
-            placed = self.placed.get(name)
-            if placed is not None:
-                prepared.placed[id(param)] = placed
-                empty = torch.full((), math.nan).expand(placed.shape)
-                param.data = self.part(name, param.data) if placed.runs else empty
-            index = next((i for i, p in enumerate(average.live) if p is param), None)
-            if placed is not None and not placed.runs:
-                del average.live[index], average.shadow[index]
-            elif placed is not None:
-                average.shadow[index] = torch.zeros_like(param)
+        for name, placed in self.placed.items():
+            param, empty = self.params[name], torch.full((), math.nan).expand(placed.shape)
+            param.data = self.part(name, param.data) if placed.runs else empty
+            lay(run, self.net, name, placed)
         for name, _ in self.net.named_buffers() if layout in BUFFERS_ON else ():
             on = (Runs(0, 1 if "tracked" in name else 12),) if rank == BUFFERS_ON[layout] else ()
-            prepared.placed_buffers[name] = Placed(
-                () if "tracked" in name else (12,), on, (BUFFERS_ON[layout],)
-            )
-        self.average = {id(p): s for p, s in zip(average.live, average.shadow, strict=True)}
+            lay(run, self.net, name, Placed(() if "tracked" in name else (12,), on, (BUFFERS_ON[layout],)))
+        self.average = {id(p): average for p, average in averages(run, self.net)}
         if fill:
             self.fill()
 
@@ -202,7 +187,7 @@ class Rank:
                 else:
                     assert bits(mine[slot]) == bits(self.part(name, x)), (name, slot)
         for (name, mine), (_, x) in zip(self.net.named_buffers(), NET.named_buffers(), strict=True):
-            if not self.whole._absent(name):
+            if not self.whole.is_absent(name):
                 assert torch.equal(mine, x), name
 
 
@@ -227,19 +212,19 @@ def test_everything_saved_under_one_layout_is_restored_under_every_other(tmp_pat
     for layout, (size, _) in LAYOUTS.items():
         for rank in range(size):
             other = Rank(tmp_path, layout, rank, fill=False)
-            other.whole.restore(saved, saved.objects(rank))
+            other.whole.restore(saved, rank)
             other.check()
 
 
 def test_restoring_again_fills_the_same_memory(tmp_path):
     saved = saved_as(tmp_path, "tensor/2")
     rank = Rank(tmp_path, "rows/4", 1, fill=False)
-    rank.whole.restore(saved, saved.objects(1))
+    rank.whole.restore(saved, 1)
     before = {
         n: [x.data_ptr() for x in rank.optimizer.state[p].values() if isinstance(x, torch.Tensor)]
         for n, p in rank.params.items()
     }
-    rank.whole.restore(saved, saved.objects(1))
+    rank.whole.restore(saved, 1)
     rank.check()
     after = {
         n: [x.data_ptr() for x in rank.optimizer.state[p].values() if isinstance(x, torch.Tensor)]
@@ -263,7 +248,7 @@ def test_restoring_a_part_takes_memory_for_that_part_only(tmp_path):
             return out
 
     with Watch():
-        rank.whole.restore(saved, saved.objects(0))
+        rank.whole.restore(saved, 0)
     assert max(made) <= 12 * 9 / 4, sorted(made)[-3:]
 
 

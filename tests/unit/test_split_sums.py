@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import away, judging
 from echelon.comm.threads import Room
 from echelon.errors import PeerLost
 from echelon.mesh.layout import Placed, Runs
 from echelon.parallel import clip
 from echelon.parallel.average import Average
-from echelon.parallel.gradsync import Split
 from echelon.prepare.keep import Tensors
-from echelon.prepare.scheduler import _found_anywhere
 from tests.checkpoint_ranks import together
 from tests.layouts import along, grid, here, packed, staged, stretches
+from tests.runs import SplitModel
 
 SHAPES = {"a": (6, 8), "b": (9, 4), "c": (7,), "scale": ()}
 
@@ -49,7 +47,7 @@ LAYOUTS = {
 
 def held(layout, size, rank, group, grads):
     """Parameters as they lie on a rank, with their gradients, and how."""
-    split, params = Split(group=group), []
+    params, placed = [], {}
     for name, grad in grads.items():
         lies = LAYOUTS[layout](name, tuple(grad.shape), size)
         if lies is None:
@@ -61,9 +59,9 @@ def held(layout, size, rank, group, grads):
             param = nn.Parameter(torch.zeros(lies[rank].numel, dtype=grad.dtype))
             param.grad = here(grad, lies[rank])
         if lies is not None:
-            split.placed[id(param)] = lies[rank]
+            placed[id(param)] = lies[rank]
         params.append(param)
-    return split, params
+    return SplitModel(params, placed, group)
 
 
 @pytest.mark.case("a norm over pieces is the norm")
@@ -82,12 +80,12 @@ def test_the_norm_and_the_clipped_gradients_are_those_of_one_process(layout, siz
     groups = Room(size).groups()
 
     def act(rank):
-        split, params = held(layout, size, rank, groups[rank], grads)
-        norm = clip.clip_norm(params, right / 3, split)
+        model = held(layout, size, rank, groups[rank], grads)
+        norm = model.clip_norm(right / 3)
         assert norm.dtype == dtype
-        for mine, whole_param in zip(params, alone, strict=True):
+        for mine, whole_param in zip(model.params, alone, strict=True):
             if mine.grad is not None:
-                placed = split.placed.get(id(mine))
+                placed = model.lies.get(id(mine))
                 wanted = whole_param.grad if placed is None else here(whole_param.grad, placed)
                 assert torch.allclose(mine.grad, wanted, rtol=close, atol=0)
         return norm.item()
@@ -101,10 +99,10 @@ def test_a_gradient_within_bounds_is_left_alone_bit_for_bit():
     groups, grads = Room(2).groups(), whole()
 
     def act(rank):
-        split, params = held("rows", 2, rank, groups[rank], grads)
-        before = [p.grad.clone() for p in params]
-        clip.clip_norm(params, 1e9, split)
-        assert all(torch.equal(p.grad, b) for p, b in zip(params, before, strict=True))
+        model = held("rows", 2, rank, groups[rank], grads)
+        before = [p.grad.clone() for p in model.params]
+        model.clip_norm(1e9)
+        assert all(torch.equal(p.grad, b) for p, b in zip(model.params, before, strict=True))
 
     together(2, act)
 
@@ -113,8 +111,7 @@ def test_a_rank_without_any_gradient_takes_part():
     groups, grads = Room(3).groups(), {"b": whole()["b"]}
 
     def act(rank):
-        split, params = held("stages", 3, rank, groups[rank], grads)
-        return clip.clip_norm(params, 1.0, split).item()
+        return held("stages", 3, rank, groups[rank], grads).clip_norm(1.0).item()
 
     assert together(3, act) == pytest.approx([grads["b"].norm().item()] * 3)
 
@@ -123,22 +120,17 @@ def test_a_float32_norm_that_would_overflow_does_not():
     groups, grads = Room(2).groups(), whole(torch.float32, factor=1e30)
 
     def act(rank):
-        split, params = held("rows", 2, rank, groups[rank], grads)
-        return clip.clip_norm(params, 1.0, split).item()
+        return held("rows", 2, rank, groups[rank], grads).clip_norm(1.0).item()
 
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
     assert together(2, act) == pytest.approx([exact] * 2, rel=1e-6)
 
 
 def test_values_are_clipped_where_they_are():
-    split, params = held("columns", 2, 1, None, whole())
-    clip.clip_value(params, 0.1)
-    assert max(float(p.grad.abs().max()) for p in params) == 0.1
-    assert split.over(params) is None
-
-
-def machine(split):
-    return SimpleNamespace(split=split, syncs=[], side_losses=[], strategy=SimpleNamespace(nonfinite="skip"))
+    model = held("columns", 2, 1, None, whole())
+    clip.clip_value(model.params, 0.1)
+    assert max(float(p.grad.abs().max()) for p in model.params) == 0.1
+    assert model.asks_nobody
 
 
 def test_what_is_not_finite_on_one_rank_is_so_for_the_model_and_is_named():
@@ -147,13 +139,12 @@ def test_what_is_not_finite_on_one_rank_is_so_for_the_model_and_is_named():
     grads["b"][2, 1] = math.nan
 
     def act(rank):
-        split, params = held("rows", 3, rank, groups[rank], grads)
-        one, optimizer = machine(split), SimpleNamespace(params=lambda: params)
-        fine = [bool(p.grad.isfinite().all()) for p in params]
-        assert judging.everywhere(one, optimizer, all(fine)) is False
-        wrong = judging._wrong(one, optimizer, {id(p) for p, ok in zip(params, fine, strict=True) if not ok})
-        assert [p is params[1] for p in wrong] == [True]
-        assert judging.everywhere(one, optimizer, True) is True
+        model = held("rows", 3, rank, groups[rank], grads)
+        fine = [bool(p.grad.isfinite().all()) for p in model.params]
+        assert model.all_finite(all(fine)) is False
+        wrong = model.not_finite([p for p, ok in zip(model.params, fine, strict=True) if not ok])
+        assert [p is model.params[1] for p in wrong] == [True]
+        assert model.all_finite(True) is True
         return all(fine)
 
     assert together(3, act) == [False, True, True]
@@ -163,9 +154,8 @@ def test_a_scaler_finds_the_same_infinities_on_all_ranks():
     groups = Room(2).groups()
 
     def act(rank):
-        split, _ = held("rows", 2, rank, groups[rank], whole())
         found = {"cpu": torch.tensor(float(rank == 1))}
-        _found_anywhere(machine(split), found)
+        held("rows", 2, rank, groups[rank], whole()).scaler_found(found)
         return found["cpu"].item()
 
     assert together(2, act) == [1.0, 1.0]
@@ -174,19 +164,18 @@ def test_a_scaler_finds_the_same_infinities_on_all_ranks():
 def test_a_peer_lost_in_the_sum_loses_the_step_and_raises_nothing_in_the_script():
     groups, grads = Room(2).groups(), whole()
     groups[1].abort("gone")
-    split, params = held("rows", 2, 0, groups[0], grads)
-    one = machine(split)
-    assert math.isnan(away.clip_now(one, params, 1.0))
-    assert len(one.side_losses) == 1
+    model = held("rows", 2, 0, groups[0], grads)
+    assert math.isnan(model.clip_norm_of_a_script(1.0))
+    assert len(model.lost_operations) == 1
     with pytest.raises(PeerLost):
-        away.clip_norm(one, params, 1.0)
+        model.clip_norm_of_a_run(1.0)
 
 
 def test_a_model_that_is_whole_asks_nobody():
-    asked = Split(group=SimpleNamespace(rank=0, local=False))
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.ones(3)
-    assert clip.clip_norm([param], 1.0, asked).item() == pytest.approx(math.sqrt(3))
+    model = SplitModel([param], {}, SimpleNamespace(rank=0, local=False))
+    assert model.clip_norm(1.0).item() == pytest.approx(math.sqrt(3))
 
 
 def test_averages_follow_parameters_that_are_no_longer_here_and_steps_are_still_undone():

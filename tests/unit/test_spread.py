@@ -12,12 +12,11 @@ from torch import Tensor
 
 from echelon import native
 from echelon.errors import UsageError
-from echelon.native import reference_update as reference
 from echelon.native import spread, threads, update
 from tests.unit.test_update import ARRAYS, DTYPES, SWITCHES, bits, state_of, values
 
 core = native.core()
-assert core is not None, "the tests run with the compiled core: make native"
+pytestmark = pytest.mark.needs("core")
 
 THREADS = (1, 2, 3, 5)
 SIZES = (0, 1, 7, 8191, 32769, 100_003)
@@ -64,11 +63,10 @@ def test_a_step_gives_the_same_bits_for_any_number_of_threads(kind, dtype):
             assert all(same), (kind, n, number, num_parts)
 
 
+@pytest.mark.needs("fused")
 @pytest.mark.case("every kernel has a twin")
 @pytest.mark.parametrize("kind", list(ARRAYS))
 def test_a_step_of_parts_is_its_twin(kind, monkeypatch):
-    if not reference.fuses():
-        pytest.skip("torch rounds twice where the core rounds once: this processor has no AVX2")
     threads.use(3)
     numbers = {**SWITCHES[kind][-1], "weight_decay": 0.01, "scale": 0.5}
     mine = stepped(kind, 70_001, torch.float32, numbers, 3, 2)

@@ -18,7 +18,7 @@ from echelon.native import reference_update as reference
 from echelon.native import update
 
 core = native.core()
-assert core is not None, "the tests run with the compiled core: make native"
+pytestmark = pytest.mark.needs("core", "fused")
 
 SIZES = (0, 1, 7, 17, 1023, 4099)
 DTYPES = (torch.float32, torch.float64)
@@ -45,20 +45,12 @@ SWITCHES = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=core.isas())
+@pytest.fixture(params=core.isas() if core else [""])
 def isa(request):
     """Every instruction set in turn; the best one again afterwards."""
     assert core.choose(request.param)
     yield request.param
     core.choose("")
-
-
-@pytest.fixture(autouse=True)
-def _torch_fuses():
-    if not reference.fuses():
-        pytest.skip(
-            "torch rounds twice where the core rounds once: this processor has no AVX2, or torch is told not to use it"
-        )
 
 
 def values(n: int, dtype: torch.dtype, salt: int, odd: bool = True) -> Tensor:
