@@ -17,6 +17,8 @@ from pathlib import Path
 
 import record
 
+from echelon.launch import allocator
+
 LIMIT_S, END_S = 240.0, 15.0
 Found = dict[str, object]
 
@@ -69,9 +71,10 @@ def _launch(row: Row, number: int) -> Found:
     env = {
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
+        **allocator.variables(os.environ),
         "PYTHONPATH": str(record.ROOT),
         "CUDA_VISIBLE_DEVICES": "",
-    }  # as the peers, on CPU
+    }  # as the peers: on CPU, and with one allocator
     with tempfile.TemporaryDirectory() as folder:
         out, output = Path(folder) / "times.json", Path(folder) / "output"
         with output.open("wb") as shown:

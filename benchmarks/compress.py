@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.flows.netns import Network, sh, why_not
+from tests import needs
+from tests.flows.netns import Network, sh
 
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "benchmarks" / "compress_worker.py"
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CODECS))
     parser.add_argument("--out", default="")
     options = parser.parse_args()
-    if reason := why_not():
+    if reason := needs.why_not("hosts"):
         sys.exit(reason)
     runs: dict[str, list[dict]] = {text: [] for text in options.only.split(",")}
     net = Network(2)

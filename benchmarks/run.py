@@ -1,7 +1,7 @@
 """Measures Echelon beside its peers in one run, alternating rounds, and leaves a file in benchmarks/results/.
 
     python benchmarks/run.py                 everything (about 10 minutes on 2 cores)
-    python benchmarks/run.py step launch     only these: step, launch, import
+    python benchmarks/run.py step            only these: step, import
 
 Ratios are peer / Echelon: above 1 Echelon is faster. "Met" means median >= 1.0 and lower quartile >= 0.97 of >= 20 rounds.
 """
@@ -26,26 +26,6 @@ from models import NAMES
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 30
-
-TRIVIAL = """
-import sys, time, torch
-{setup}
-model = torch.nn.Linear(8, 8)
-x, y = torch.randn(64, 8), torch.randn(64, 8)
-{wrap}
-for _ in range(1):
-    torch.nn.functional.mse_loss(model(x[:8]), y[:8]).backward(); opt.step()
-if rank == 0:
-    open(sys.argv[1], "w").write(repr(time.time()))
-"""
-OURS = TRIVIAL.format(
-    setup="import echelon; run = echelon.init(); rank = run.rank",
-    wrap="model, opt = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))",
-)
-THEIRS = TRIVIAL.format(
-    setup="import torch.distributed as dist; dist.init_process_group('gloo'); rank = dist.get_rank()",
-    wrap="from torch.nn.parallel import DistributedDataParallel\nmodel = DistributedDataParallel(model); opt = torch.optim.SGD(model.parameters(), 0.1)",
-)
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -100,47 +80,6 @@ def step_times(workers: int = 2) -> dict[str, object]:
     return results
 
 
-def launch_times() -> dict[str, object]:
-    """From the command to the end of the first step, two workers: `echelon run` against torchrun with DDP."""
-    times: dict[str, list[float]] = {"echelon": [], "torchrun": []}
-    failed = {"echelon": 0, "torchrun": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "ours.py").write_text(OURS)
-        (Path(folder) / "theirs.py").write_text(THEIRS)
-        env = os.environ | {"OMP_NUM_THREADS": "1", "ECHELON_RUNS": f"{folder}/runs"}
-        commands = {
-            "echelon": [sys.executable, "-m", "echelon", "run", "--workers", "2", "ours.py"],
-            "torchrun": [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                "theirs.py",
-            ],
-        }
-        for round_ in range(22):
-            stamps: dict[str, float | None] = {}
-            for name in list(commands) if round_ % 2 else list(reversed(commands)):
-                out = Path(folder) / f"{name}-{round_}"
-                began = time.time()
-                subprocess.run(
-                    [*commands[name], str(out)], cwd=folder, env=env, capture_output=True, timeout=120
-                )
-                failed[name] += not out.exists()
-                stamps[name] = float(out.read_text()) - began if out.exists() else None
-            if None not in stamps.values():
-                for name, spent in stamps.items():
-                    times[name].append(spent)
-    found = verdict([t / e for t, e in zip(times["torchrun"], times["echelon"], strict=True)])
-    found |= {f"{name}_s": statistics.median(values) for name, values in times.items()} | {"failed": failed}
-    print(
-        f"launch to first step: echelon {found['echelon_s']:.2f} s, torchrun {found['torchrun_s']:.2f} s, ratio {found['median']:.2f}"
-    )
-    return found
-
-
 def import_times() -> dict[str, object]:
     """What `import echelon` and `echelon --help` cost over a bare python, best of 10."""
 
@@ -161,8 +100,8 @@ def import_times() -> dict[str, object]:
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ["import", "launch", "step"]
-    parts = {"import": import_times, "launch": launch_times, "step": step_times}
+    chosen = sys.argv[1:] or ["import", "step"]
+    parts = {"import": import_times, "step": step_times}
     results: dict[str, object] = {name: parts[name]() for name in chosen}
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
