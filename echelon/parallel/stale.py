@@ -198,7 +198,8 @@ class FreeSync(StaleSync):
     """ps, update=async: one push is one update, and nobody waits for anybody. Workers take whole batches of the script's loader by
     themselves, so their steps are not each other's; the server counts how far behind a gradient was.
 
-    A worker that had nothing in an iteration makes no update. drain() pulls what the servers have now.
+    A worker that had nothing in an iteration makes no update. drain() pulls what the servers have now, also on a worker that never
+    stepped because the others were faster. Before anybody's first update it leaves the parameters as the script made them.
     """
 
     alone = True
@@ -224,9 +225,8 @@ class FreeSync(StaleSync):
         return super().apply(optimizer, groups)
 
     def drain(self) -> None:
-        if self.version:
-            self.held.pull()
-            self._note_versions()
+        self.held.pull(updated=not self.version)
+        self._note_versions()
 
     def fresh(self) -> None:
         self.drain()

@@ -210,14 +210,14 @@ class Held:
             calls.append(link.call(verb, head, payload, out=[out[index]] if out is not None else None))
         return number, calls
 
-    def pull(self) -> None:
-        """The parameters become what the servers have now."""
+    def pull(self, *, updated: bool = False) -> None:
+        """The parameters become what the servers have now; with `updated` only if some update was made there, by whichever worker."""
         pulls = zip(self.servers.links, self.pulled, strict=True)
         head = {"model": self.model}
-        self.servers.wait(
-            [link.call("train.pull", head, out=[x]) for link, x in pulls], "values of the servers"
-        )
-        self.swap_in()
+        calls = [link.call("train.pull", head, out=[x]) for link, x in pulls]
+        replies = self.servers.wait(calls, "values of the servers")
+        if not updated or any(int(reply.head["updates"]) for reply in replies):
+            self.swap_in()
 
     @torch.no_grad()
     def take(self, memory: Sequence[Tensor]) -> None:

@@ -55,6 +55,8 @@ class Mirror:
         """The partner has everything: nothing is answered before it acknowledged."""
         self.closed = threading.Event()
         self._filled: set[int] = set()
+        self._new = there
+        """The partner starts with this server: the first model that is opened waits for it. Later a thread looks for it."""
         self._last: Pending | None = None
         self._rooms: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._lock, self._noting, self._sending = threading.Lock(), threading.Lock(), threading.Lock()
@@ -67,8 +69,11 @@ class Mirror:
     def begin(self, model: int, copy: Copy) -> None:
         """The first fill of a model; blocks until the partner has it, or is given up: then it is filled with all others that are held."""
         with self._lock:
-            if self.link is None and self._thread is None:
+            if self._new:
+                self._new = False
                 self.link = self._connect(Deadline.after(FIRST_S), wait=True)
+                if self.link is None:
+                    self._refill_later()
             if self.link is None:
                 return
             gone, filled = None, None

@@ -63,6 +63,8 @@ class Training:
         self._entered: dict[int, tuple[int, int]] = {}
         """Worker -> the term it is in, and its incarnation. Before the first change all are in term 0."""
         self._lock = threading.Lock()
+        self._mirroring = threading.Lock()
+        """Held while a shard gets its mirror: whoever finds the shard led here finds its mirror too."""
         self._early: dict[tuple[int, int], list[tuple[Request, list[tuple[Any, ...]]]]] = {}
         """Opened by workers before worker 0 brought the values."""
         self._verbs: dict[str, Callable[[Request], None]] = {
@@ -172,8 +174,9 @@ class Training:
 
     def _lead(self, request: Request) -> None:
         shard = int(request.head["shard"])
-        if self.copies.take_over(shard, int(request.head["epoch"])) and self.site is not None:
-            self._mirror(shard, there=False)
+        with self._mirroring:
+            if self.copies.take_over(shard, int(request.head["epoch"])):
+                self._mirror(shard, there=False)
         request.answer()
 
     def _mirror(self, shard: int, there: bool) -> Mirror | None:
@@ -235,7 +238,8 @@ class Training:
         if not request.head.get("replicas"):
             return
         try:
-            mirror = self.mirrors.get(at[0]) or self._mirror(at[0], there=True)
+            with self._mirroring:
+                mirror = self.mirrors.get(at[0]) or self._mirror(at[0], there=True)
             if mirror is not None:
                 mirror.begin(at[1], copy)
         except BaseException:

@@ -126,3 +126,36 @@ def test_killed_workers_of_async_are_missed_by_nobody_not_even_worker_0(start_ru
     assert updates is not None
     assert int(updates.group(1)) == 7 * 15
     assert re.search(r"\d steps, 420 samples", result.err), result.err
+
+
+IDLE = """
+import pathlib, time, torch, echelon
+from torch.utils.data import DataLoader, TensorDataset
+run = echelon.init()
+torch.manual_seed(3)
+data = TensorDataset(torch.randn(16, 6), torch.randn(16, 1))
+model = torch.nn.Linear(6, 1)
+began = model.weight.detach().clone()
+model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.05), DataLoader(data, batch_size=4))
+done = pathlib.Path("done")
+while run.rank == 0 and not done.exists():
+    time.sleep(0.01)
+steps = 0
+for x, y in loader:
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    opt.step()
+    opt.zero_grad()
+    steps += 1
+    if steps == 4:
+        done.touch()
+run.save("model")
+print("steps", steps, "moved", not torch.equal(model.weight, began))
+"""
+
+
+def test_a_worker_that_never_got_a_batch_ends_with_the_servers_weights(echelon_run):
+    """Worker 0 comes when worker 1 has taken all batches: it saves what the servers have, not what it began with."""
+    result = echelon_run(IDLE, workers=2, options=("--servers", "1", "--strategy", "ps,update=async"))
+    assert result.code == 0, result.err[-3000:]
+    assert "steps 0 moved True" in result.log(0)
+    assert "steps 4 moved True" in result.log(1)

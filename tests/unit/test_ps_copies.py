@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -270,6 +271,35 @@ def test_a_model_is_opened_while_the_partner_has_just_ended(make):
     for made in (first, second):
         assert site.all(lambda w, made=made: stepped(made[w], 1, w)) == [None, None]
         check(made, 2)
+
+
+def test_a_model_is_opened_while_another_worker_tells_the_new_leader(make, monkeypatch):
+    """The new leader knows that its partner is gone before anybody opens a model there: none waits for the partner."""
+    site = make()
+    site.held()
+    site.until_copied()
+    told, made = threading.Event(), []
+    mirror = site.training[1]._mirror
+
+    def slow(shard, there):
+        made.append(there)
+        told.set()
+        time.sleep(0.5)
+        return mirror(shard, there)
+
+    monkeypatch.setattr(site.training[1], "_mirror", slow)
+    site.end(0)
+    link = site.link(1, "worker", 1)
+    first = link.call("train.lead", {"shard": 0, "epoch": 1})
+    assert told.wait(30)
+    second = site.held(model=2)
+    first.wait(soon())
+    link.close()
+    assert made == [False]
+    site.start(0)
+    site.until_copied()
+    assert site.all(lambda w: stepped(second[w], 0, w)) == [None, None]
+    check(second, 1)
 
 
 def test_without_a_whole_copy_nobody_takes_over_and_workers_are_told(make):
