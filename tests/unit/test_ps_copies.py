@@ -294,12 +294,12 @@ def test_a_model_is_opened_while_another_worker_tells_the_new_leader(make, monke
     assert told.wait(30)
     second = site.held(model=2)
     first.wait(soon())
-    link.close()
     assert made == [False]
     site.start(0)
     site.until_copied()
     assert site.all(lambda w: stepped(second[w], 0, w)) == [None, None]
     check(second, 1)
+    link.close()
 
 
 def test_without_a_whole_copy_nobody_takes_over_and_workers_are_told(make):
