@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -231,6 +232,14 @@ def wait_for_nothing(folder: Path, before: set[str], timeout_s: float) -> float:
     return time.monotonic() - start
 
 
+def wait_for_threads(before: int, timeout_s: float = 10.0) -> None:
+    """Until no more threads are here than `before`: those that were told to end may need a moment on a busy machine."""
+    deadline = time.monotonic() + timeout_s
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        time.sleep(0.005)
+
+
 def stand_still(pid: int, timeout_s: float = 10.0) -> None:
     """SIGSTOP, and back once it took effect: until then other threads of the process go on."""
     os.kill(pid, signal.SIGSTOP)
@@ -258,6 +267,12 @@ def pytest_collection_modifyitems(items):
         name = str(item.path.relative_to(ROOT / "tests")) + "::" + item.name
         if name in LONG or name.partition("[")[0] in LONG:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    if "tests.runs" in sys.modules:
+        sys.modules["tests.runs"].look_no_more()
 
 
 def pytest_collection_finish():

@@ -45,7 +45,7 @@ from echelon.env import Place
 from echelon.events import Event
 from echelon.mesh.axes import Mesh, laid
 from echelon.mesh.layout import Placed
-from echelon.parallel import arriving, clip
+from echelon.parallel import arriving, clip, kept
 from echelon.parallel.allreduce import AllReduceSync
 from echelon.parallel.coded import CodedWire
 from echelon.parallel.gradsync import Share, Split
@@ -259,6 +259,12 @@ def come_to_the_end(run: Run) -> None:
 def wait_for_everybody(run: Run) -> None:
     """Blocks until all workers have made their last step, and the parameters here have seen it."""
     run.machine.drain(all_here=True)
+
+
+def look_no_more() -> None:
+    """Runs of this process whose first step never ended look at no further backward: after each test."""
+    for one in list(kept.watch.looking):
+        one.end()
 
 
 def averages(run: Run, model: nn.Module) -> list[tuple[Tensor, Tensor]]:

@@ -173,19 +173,15 @@ class Backwards:
         self._own: list[Callable[[], Iterable[Tensor]]] = []
         self._outputs: list[weakref.ref[Tensor]] = []
         self._inside: list[Graph | None] = []
-        self._inner: Any = None
 
     def begin(self) -> None:
         self.looks = True
-        if self._inner is None:
-            self._inner, torch.autograd.backward = torch.autograd.backward, self._backward  # type: ignore[assignment]
+        watch.add(self)
 
     def end(self) -> None:
         self.looks = False
         self._outputs.clear()
-        if self._inner is not None and torch.autograd.backward == self._backward:
-            # else somebody wrapped ours, which does nothing any more
-            torch.autograd.backward, self._inner = self._inner, None
+        watch.remove(self)
 
     def leave_out(self, own: Callable[[], Iterable[Tensor]]) -> None:
         """What shares memory with these is counted elsewhere."""
@@ -199,15 +195,14 @@ class Backwards:
             ):  # of an object that does not let itself be gone through nothing counts
                 self._outputs += map(weakref.ref, tree.tensors(output))
 
-    def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        looks = self.looks
-        if looks:
-            self._look(list(_tensors(tensors)))
+    @contextlib.contextmanager
+    def around(self, roots: list[Tensor]) -> Iterator[None]:
+        """Around a backward that begins at these."""
+        self._look(roots)
         try:
-            self._inner(tensors, *args, **kwargs)
+            yield
         finally:
-            if looks:
-                self._inside.pop()
+            self._inside.pop()
 
     def _look(self, roots: list[Tensor]) -> None:
         """A backward in the middle of another (a checkpoint that computes again) comes on top of that."""
@@ -220,3 +215,31 @@ class Backwards:
         before = self.found.get(self.label, Graph(0, 0))
         known = found is not None and before is not None
         self.found[self.label] = max(found, before, key=lambda graph: graph.most) if known else None  # type: ignore[union-attr, type-var]
+
+
+class Watch:
+    """torch.autograd.backward, replaced while somebody looks. A run that its script has dropped looks no more."""
+
+    def __init__(self) -> None:
+        self.looking: weakref.WeakSet[Backwards] = weakref.WeakSet()
+        self._inner: Any = None
+
+    def add(self, one: Backwards) -> None:
+        self.looking.add(one)
+        if self._inner is None:
+            self._inner, torch.autograd.backward = torch.autograd.backward, self._backward  # type: ignore[assignment]
+
+    def remove(self, one: Backwards) -> None:
+        self.looking.discard(one)
+        if not self.looking and self._inner is not None and torch.autograd.backward == self._backward:
+            # else somebody wrapped ours, which does nothing any more
+            torch.autograd.backward, self._inner = self._inner, None
+
+    def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.ExitStack() as looks:
+            for one in list(self.looking):
+                looks.enter_context(one.around(list(_tensors(tensors))))
+            self._inner(tensors, *args, **kwargs)
+
+
+watch = Watch()

@@ -71,8 +71,15 @@ def _words(verdict: Verdict, log_tail: Sequence[str]) -> str:
         return f": {verdict.failed.error}"
     if verdict.exit is not None and verdict.exit.signal:
         return ""
-    last = log_tail[-1] if any(line.startswith("Traceback ") for line in log_tail) else ""
-    return f": {last}" if last and not last.startswith(" ") else " and left no exception"
+    told = _exception(log_tail)
+    return f": {told}" if told else " and left no exception"
+
+
+def _exception(log_tail: Sequence[str]) -> str:
+    """The line below the last traceback's stack; "" where there is none. What the script printed may stand below it."""
+    raised = [i for i, line in enumerate(log_tail) if line.startswith("Traceback ")]
+    below = log_tail[raised[-1] + 1 :] if raised else ()
+    return next((line for line in below if not line.startswith(" ")), "")
 
 
 def _others(verdict: Verdict, ranks: Sequence[int], what: str) -> str:

@@ -1,6 +1,6 @@
-"""One rank of a group among hosts: RANK SIZE FOLDER ADDRESS HOST WHAT…; the ranks meet in a file of FOLDER.
+"""One rank of a group among hosts: work(rank, size, folder, address, host, what, …); the ranks meet in a file of the folder.
 
-HOST is the host that the rank says to be on: ranks with one HOST share memory."""
+`host` is the host that the rank says to be on: ranks with one host share memory. A process is one rank."""
 
 import os
 import random
@@ -8,12 +8,9 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -26,11 +23,19 @@ from echelon.comm.handover import Seat, StoreMeeting
 from echelon.comm.over_native import NativeGroup
 from tests.contract.group_contract import CHECKS, met
 
-rank, size, folder, address, host, *what = sys.argv[1:]
-rank, size, folder = int(rank), int(size), Path(folder)
 core = native.core()
-meeting = StoreMeeting(dist.FileStore(str(folder / "meeting"), size))
-seat = Seat(rank, size, "token of this test", "test")
+
+
+def work(
+    its_rank: int, its_size: int, its_folder: Path, its_address: str, its_host: str, what: str, *args: str
+) -> None:
+    """Does `what`, a function of this module."""
+    global rank, size, folder, address, host, meeting, seat
+    rank, size, folder, address, host = its_rank, its_size, its_folder, its_address, its_host
+    meeting = StoreMeeting(dist.FileStore(str(folder / "meeting"), size))
+    seat = Seat(rank, size, "token of this test", "test")
+    globals()[what](*args)
+    (folder / f"met-{rank}").touch()
 
 
 def group(name: str = "group", limit_s: float = 3.0) -> NativeGroup:
@@ -200,8 +205,3 @@ def storm(num: str, seed: str) -> None:
     g = group()
     Storm(g, int(seed)).run(int(num))
     g.close()
-
-
-if __name__ == "__main__":
-    globals()[what[0]](*what[1:])
-    (folder / f"met-{rank}").touch()

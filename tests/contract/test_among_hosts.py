@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests import torch_processes
+from tests.contract import mesh_worker
 from tests.flows.netns import network
 
-WORKER = Path(__file__).with_name("mesh_worker.py")
 LONG_S = 240
 LIMIT_S = 3
 
 pytestmark = pytest.mark.needs("core")
 
 
-def start(folder, hosts, *what, commands=None, addresses=None):
+def start(folder, hosts, *what, spaces=None, addresses=None):
     """One process a rank; `hosts` has a letter for each."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
-    started = []
-    for rank, host in enumerate(hosts):
-        address = addresses[rank] if addresses else "127.0.0.1"
-        argv = [sys.executable, str(WORKER), str(rank), str(len(hosts)), str(folder), address, host, *what]
-        argv = commands[rank](*argv) if commands else argv
-        with open(folder / f"log-{rank}", "wb") as log:
-            started.append(subprocess.Popen(argv, stdout=log, stderr=log, env=env))
-    return started
+    addresses, spaces = addresses or ["127.0.0.1"] * len(hosts), spaces or [""] * len(hosts)
+    return [
+        torch_processes.start(
+            mesh_worker.work, rank, len(hosts), folder, addresses[rank], host, *what,
+            log=folder / f"log-{rank}", space=spaces[rank],
+        )
+        for rank, host in enumerate(hosts)
+    ]  # fmt: skip
 
 
 def finish(folder, started):
@@ -41,7 +38,7 @@ def finish(folder, started):
             codes.append(process.wait(LONG_S))
         except subprocess.TimeoutExpired:
             process.kill()
-            codes.append(process.wait())
+            codes.append(process.wait(LONG_S))
     return codes, "\n".join((folder / f"log-{rank}").read_text() for rank in range(len(started)))
 
 
@@ -102,9 +99,9 @@ def test_a_rank_that_dies_is_lost_for_everybody_at_once(tmp_path, hosts, how):
 def test_a_host_that_vanishes_is_lost_within_the_limit(tmp_path, how):
     """The others see silence: nothing is closed, nothing is reset. The one that vanished sees the same of them."""
     with network(3) as net:
-        commands = [host.command for host in net.hosts]
+        spaces = [host.space for host in net.hosts]
         addresses = [host.ipv4 for host in net.hosts]
-        started = start(tmp_path, "abc", "run_until_lost", commands=commands, addresses=addresses)
+        started = start(tmp_path, "abc", "run_until_lost", spaces=spaces, addresses=addresses)
         give_up = time.monotonic() + LONG_S
         while not all((tmp_path / f"going-{rank}").exists() for rank in range(3)):
             assert time.monotonic() < give_up, finish(tmp_path, started)

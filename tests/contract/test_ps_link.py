@@ -17,6 +17,7 @@ from echelon.errors import AuthError, EchelonError, Late, LinkLost, UsageError, 
 from echelon.ps.frame import DTYPES, Limits
 from echelon.ps.host import Host, Peer, Request
 from echelon.ps.link import Link
+from tests.conftest import wait_for_threads
 
 TOKEN, RUN = "t" * 64, "run"
 WAYS = ["shared memory", "tcp"]
@@ -103,7 +104,7 @@ def host(desk):
     threads = threading.active_count()
     with Host({"desk": desk}, TOKEN, RUN) as made:
         yield made
-    assert threading.active_count() == threads
+    wait_for_threads(threads)
 
 
 @pytest.fixture(params=WAYS)

@@ -235,8 +235,25 @@ def test_nothing_is_left_of_it_afterwards():
     assert graphs.found == {}
 
 
-def test_who_wrapped_it_meanwhile_stays_and_it_counts_no_more(monkeypatch):
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
+def test_several_runs_look_once_each_and_one_that_is_dropped_no_more():
+    before = torch.autograd.backward
+    first, second, dropped = (Backwards(CPU) for _ in range(3))
+    for graphs in (first, second, dropped):
+        graphs.begin()
+    ours = torch.autograd.backward
+    del dropped, graphs
+    gc.collect()
+    first.label = second.label = "a"
+    net()(torch.randn(8, 64)).sum().backward()
+    assert first.found == second.found != {}
+    second.end()
+    assert torch.autograd.backward == ours
+    first.end()
+    assert torch.autograd.backward is before
+
+
+def test_who_wrapped_it_meanwhile_stays_and_it_counts_no_more():
+    before = torch.autograd.backward
     graphs, called = Backwards(CPU), []
     graphs.begin()
     ours = torch.autograd.backward
@@ -252,6 +269,10 @@ def test_who_wrapped_it_meanwhile_stays_and_it_counts_no_more(monkeypatch):
     assert called
     assert not graphs.found
     assert model[0].weight.grad is not None
+    torch.autograd.backward = ours  # they put back what they had found
+    graphs.begin()
+    graphs.end()
+    assert torch.autograd.backward is before
 
 
 def test_the_largest_counts_of_each_label(graphs):

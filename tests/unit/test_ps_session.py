@@ -20,6 +20,7 @@ from echelon.ps.link import Link
 from echelon.ps.recipes import Recipe
 from echelon.ps.session import NAME, Training
 from echelon.ps.worker import Servers
+from tests.conftest import wait_for_threads
 
 TOKEN, RUN = "t" * 64, "run"
 SGD = {"name": "sgd", "numbers": {"lr": 0.5, "momentum": 0.9}}
@@ -92,7 +93,7 @@ def site() -> Iterator[Callable[..., Site]]:
             return made
 
         yield make
-    assert threading.active_count() == threads
+    wait_for_threads(threads)
 
 
 WAYS = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])

@@ -282,7 +282,12 @@ def test_numbers_and_times_as_people_say_them():
 def test_a_worker_without_an_exception_of_its_own_speaks_through_its_log():
     verdict = judge({0: Exit(0, 1, 2.0)}, [])
     tail = ["Traceback (most recent call last):", '  File "x.py", line 1', "ImportError: no torch"]
-    for log_tail, words in ((tail, ": ImportError: no torch"), (["hm"], " and left no exception")):
+    printed = [*tail, "what the script printed, read later"]
+    for log_tail, words in (
+        (tail, ": ImportError: no torch"),
+        (printed, ": ImportError: no torch"),
+        (["hm"], " and left no exception"),
+    ):
         block = failure_block(
             verdict, host="box", step=0, log=Path("l"), cause="", log_tail=log_tail, style=False
         )
