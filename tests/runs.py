@@ -85,6 +85,7 @@ def run_beside(
     All workers make the same ones in the same order. A mesh that is not the launch's gets groups of its own, made once. With
     `folder` it can save and resume, and its checkpoints lie there; its events go where those of `first` go, or into the list.
     """
+    look_no_more()
     gc.collect()
     gc.freeze()  # what is here now is not looked through by the collections of this run: torch, and what earlier runs left
     if isinstance(strategy, str):
