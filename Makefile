@@ -9,7 +9,7 @@ READY := .venv/.ready
 
 NATIVE := build/native/.built
 
-.PHONY: help setup native sanitize demo quick test test-all check golden counts bench clean
+.PHONY: help setup native sanitize demo quick test test-all test-cold check golden counts bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -47,11 +47,16 @@ QUICK := tests/unit tests/contract tests/equality/test_forms.py --ignore tests/c
 quick: setup ## unit tests, contracts, one cell a form: two minutes, for every save
 	@$(PY) -m pytest -m "not slow" -n 3 $(QUICK)
 
-test: setup ## what every change must pass: about 11 minutes on 2 cores
+test: setup ## what every change must pass: under 10 minutes on 2 cores
 	@$(PY) -m pytest -m "not slow" -n 4 --second-try --durations 15
 
 test-all: setup ## every test, the slow ones too; PART=2/8 runs an eighth of them, and the parts add up
 	@$(PY) -m pytest -n 4 --second-try $(if $(PART),--part $(PART))
+
+COLD := $(addprefix tests/flows/test_,again.py apart.py backup.py copies.py first_error.py gan.py hosts.py keeping.py nothing_left.py servers.py)
+
+test-cold: setup ## kills, stops, joins and resumes once more, each process started for itself
+	@$(PY) -m pytest -m "not slow" -n 4 --second-try --start cold $(COLD)
 
 check: setup ## format, lint, strict types, layers
 	$(PY) -m ruff format --check .

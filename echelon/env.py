@@ -73,7 +73,6 @@ class Torchrun:
     world_size: int
     local_world_size: int
     master: str
-    restarts: int
 
     @property
     def num_hosts_at_least(self) -> int:
@@ -91,7 +90,6 @@ def torchrun() -> Torchrun | None:
     return Torchrun(
         rank=int(get("RANK", "0")), local_rank=int(get("LOCAL_RANK", "0")), world_size=size,
         local_world_size=int(get("LOCAL_WORLD_SIZE", str(size))), master=get("MASTER_ADDR", ""),
-        restarts=int(get("TORCHELASTIC_RESTART_COUNT", "0")),
     )  # fmt: skip
 
 

@@ -178,10 +178,10 @@ class Rejoin:
         return value
 
     def _lost_outside(self) -> Lost | None:
-        """What was lost since the last step, if no step will tell it: nothing is under way that could run again."""
+        """What was lost since the last step, if no step will tell it: nothing is under way that could run again. What this rank was given
+        meanwhile is its own part alone, and must not be taken for that of all."""
         machine = self.machine
-        capable = not again.why_not(asdict(self.strategy), self.world.size - 1)
-        if not capable or machine.iteration_lost or not machine.clean or not machine.side_losses:
+        if machine.iteration_lost or not machine.clean or not machine.side_losses:
             return None
         outcome, machine.side_losses = merge(machine.side_losses), []
         return outcome if isinstance(outcome, Lost) else None

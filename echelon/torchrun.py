@@ -29,6 +29,7 @@ from echelon.control import forks, net
 from echelon.control import token as tokens
 from echelon.control.member import Member, set_current
 from echelon.control.roster import JOINED
+from echelon.control.rpc import Unreached
 from echelon.errors import EchelonError, WorldError
 from echelon.events import Beat, Event, Left
 from echelon.launch import listen, rundir
@@ -37,6 +38,7 @@ from echelon.launch.rundir import Process, RunDir, start_ticks
 
 JOIN_S = 60.0
 LEAVE_S = 5.0
+LOOK_S = 0.05
 LAST_S = 10.0
 """How long rank 0 stays for the others at the end: the coordinator ends with it."""
 
@@ -52,22 +54,47 @@ def adopt(name: str | None, run_dir: str | Path | None) -> Adopted:
     )
     if coordinator is not None:
         store.set("run", json.dumps(coordinator.card))
-    try:
-        card = json.loads(store.get("run"))
-    except RuntimeError as error:
-        raise WorldError(f"rank 0 did not say where the run is: {str(error).splitlines()[0]}") from None
+    said = b""
+    while True:
+        said = _card(store, said, deadline)
+        place = _place(told, json.loads(said))
+        try:
+            member = Member.join(place, json.loads(said)["token"], deadline)
+            break
+        except Unreached:  # it may be what rank 0 said before torchrun started all again: its store stays
+            if coordinator is not None or deadline.passed:
+                raise
+    set_current(member)
+    return Adopted(member, coordinator, json.loads(said)["token"])
+
+
+def _card(store: PrefixStore, before: bytes, deadline: Deadline) -> bytes:
+    """What rank 0 said of its coordinator; waits until it is something else than `before`."""
+    pause = threading.Event()
+    while True:
+        try:
+            said = bytes(store.get("run"))
+        except RuntimeError as error:
+            raise WorldError(f"rank 0 did not say where the run is: {str(error).splitlines()[0]}") from None
+        if said != before:
+            return said
+        if deadline.passed:
+            raise WorldError(
+                "rank 0 said where the run is, and nothing answers there: is its process still there?"
+            )
+        pause.wait(LOOK_S)
+
+
+def _place(told: env.Torchrun, card: dict[str, str]) -> env.Place:
     host, _ = net.split(card["coordinator"])
     if told.num_hosts_at_least > 1 and net.is_loopback(host):
         raise _loopback(told.master, host)
-    place = env.Place(
+    return env.Place(
         run=card["run"], run_dir=Path(card["run_dir"]), rank=told.rank, local_rank=told.local_rank,
-        world_size=told.world_size, coordinator=card["coordinator"], incarnation=told.restarts,
+        world_size=told.world_size, coordinator=card["coordinator"],
         host=socket.gethostname().split(".")[0],
         address=net.local_address(host) if told.num_hosts_at_least > 1 else "",
     )  # fmt: skip
-    member = Member.join(place, card["token"], deadline)
-    set_current(member)
-    return Adopted(member, coordinator, card["token"])
 
 
 class Coordinator:

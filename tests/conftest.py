@@ -166,11 +166,15 @@ def echelon_run(start_run: Callable[..., Running], tmp_path: Path) -> Callable[.
     return run
 
 
+_start: dict[str, str] = {}
+"""How runs start their processes, when all tests are to start them in another way (--start cold)."""
+
+
 def environment(folder: Path) -> dict[str, str]:
     """A user's environment in which the package can be imported, with a mark to find the run's processes by."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ECHELON_", "OMP_"))}
     path = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")]))
-    return clean | {"PYTHONPATH": path, "ECHELON_RUNS": str(folder / "runs"), "COLUMNS": "80"}
+    return clean | {"PYTHONPATH": path, "ECHELON_RUNS": str(folder / "runs"), "COLUMNS": "80"} | _start
 
 
 def segments() -> set[str]:
@@ -257,8 +261,14 @@ def _command(pid: int) -> str:
         return "?"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--start", choices=("fork", "cold"), help="ECHELON_START of all runs: make test-cold")
+
+
 def pytest_configure(config):
     config.pluginmanager.register(needs.LeftOut())
+    if config.getoption("--start"):
+        _start["ECHELON_START"] = config.getoption("--start")
 
 
 def pytest_collection_modifyitems(items):

@@ -202,6 +202,8 @@ def _work(progress: Progress) -> str:
 
 
 def _amount(num_bytes: float) -> str:
+    if 0 < num_bytes < 1e3:
+        return "under 1 kB"
     return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:,.1f} kB"
 
 
