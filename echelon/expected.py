@@ -82,7 +82,8 @@ def activation_bytes(prepared: Prepared) -> int | None:
 
 
 def _piped_bytes(piped: Piped) -> int:
-    """Of the micro-batches that are there at once in this worker's order, of the batch itself, and of messages."""
+    """Of the micro-batches that are there at once in this worker's order, of the batch itself, and of messages. Between steps the script
+    still holds the batch while the next one is fetched, which is more on a stage that keeps little."""
     graphs = piped.graphs
 
     def sizes(stage: int, micro: int) -> tuple[int, int, int]:
@@ -97,7 +98,7 @@ def _piped_bytes(piped: Piped) -> int:
 
     order = piped.orders[piped.world.pipe.rank] if piped.orders else ()
     messages = piped.runtime.pool.num_bytes if piped.world.device.type == "cpu" else 0
-    return bubble.held(order, sizes) + piped.batch_bytes + messages
+    return max(bubble.held(order, sizes), piped.batch_bytes) + piped.batch_bytes + messages
 
 
 def _whole(prepared: Prepared) -> list[GradSync]:

@@ -1,4 +1,5 @@
-"""Cells of the equality matrix while servers are killed, one after the other: replicas=1. Started by `echelon run --servers`."""
+"""killed.py OUT SEED ROUNDS KILLS: cells of the equality matrix while servers are killed, one after the other: replicas=1. ROUNDS of them, and
+more until there were KILLS. Started by `echelon run --servers`."""
 
 import sys
 import warnings
@@ -23,11 +24,13 @@ def main():
     warnings.simplefilter("ignore")
     first = echelon.init()
     served.make = lambda first, form, **fields: run_beside(first, **FORMS[form], **fields)
-    out, seed, rounds, results = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), {}
+    out, (seed, rounds, kills), results = Path(sys.argv[1]), map(int, sys.argv[2:5]), {}
     killer = Killer(first.run_dir, seed)
     if first.rank == 0:
         killer.__enter__()
-    for turn in range(rounds):
+    for turn in range(4 * rounds):
+        if turn >= rounds and first.reduce(float(len(killer.killed)), "max") >= kills:
+            break
         for form in FORMS:
             for case in zoo.CELLS:
                 sparse = case[0] == "table"

@@ -24,7 +24,7 @@ def test_the_matrix_while_servers_are_killed(tmp_path, launch, workers, servers,
     print(f"seed {seed}")
     options = ("--servers", str(servers), "--strategy", "ps,apply=server")
     result = launch(
-        HERE / "killed.py", str(tmp_path), str(seed), str(rounds),
+        HERE / "killed.py", str(tmp_path), str(seed), str(rounds), str(kills),
         workers=workers, options=options, always=True, timeout_s=500,
     )  # fmt: skip
     assert result.code == 0, result.err[-4000:]
