@@ -166,7 +166,8 @@ def test_a_worker_killed_between_two_steps_of_an_iteration(
     ]
     assert len(killed) == len(workers)
     told = sum(len(e["ranks"]) for e in result.events if e["event"] == "WorkersBack")
-    assert told in range(1, len(workers) + 1)  # one who is killed right after it may take its word with it
+    # one who is killed right after it may take its word with it
+    assert min(1, len(workers)) <= told <= len(workers)
 
 
 @pytest.mark.timeout(900)
