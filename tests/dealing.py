@@ -20,6 +20,9 @@ WHOLE = ("tests/unit/", "tests/test_", "tests/flows/test_install.py")
 """Here a file is a unit."""
 
 LONGEST = (
+    "tests/contract/test_games.py::test_every_operation_is_right_or_cleanly_lost",
+    "tests/flows/test_storm.py::test_the_weights_are_those_of_the_undisturbed_run",
+    "tests/flows/test_gan.py::test_random_kills_of_workers_and_servers",
     "tests/equality/test_sharded.py::test_the_matrix",
     "tests/equality/test_divided.py::test_a_model_in_stages_has_the_weights_of_one_process",
     "tests/equality/test_equality.py::test_features",

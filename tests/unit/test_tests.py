@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import dealing
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 KNOWS = ("runs.py", "unit/test_tests.py")
@@ -108,3 +110,11 @@ def test_tests_know_the_public_face_of_a_run_and_tests_runs_knows_the_rest():
 )
 def test_whoever_reaches_inside_is_found_in_scripts_within_strings_too(text, what):
     assert [place.split(": ")[1] for place in found_in("unit/test_new.py", text)] == ([what] if what else [])
+
+
+def test_what_is_dealt_first_is_there():
+    """A name that nothing has any more orders nothing."""
+    for name in dealing.LONGEST:
+        path, _, test = name.partition("::")
+        text = (ROOT / path).read_text()
+        assert not test or f"def {test}(" in text, name
