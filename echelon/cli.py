@@ -30,6 +30,11 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(130)
+        except RuntimeError as error:
+            # Ctrl-C while a class is made, in an import: Python 3.11 wraps it
+            if not isinstance(error.__cause__, KeyboardInterrupt):
+                raise
+            ctx.exit(130)
 
 
 def _leave(code: int) -> NoReturn:

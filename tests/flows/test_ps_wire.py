@@ -278,6 +278,7 @@ def test_a_client_killed_in_mid_call_leaves_nothing_in_the_server(shared):
         client.create("w", torch.zeros(1000), lr=1.0)
         fds, segments, threads = live.num_fds(), live.num_segments(), live.num_threads()
         for _ in range(3):
+            before = float(client.pull("w").wait(20).min())
             process = subprocess.Popen(
                 [sys.executable, "-c", CLIENT, live.address, str(int(shared))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -285,13 +286,15 @@ def test_a_client_killed_in_mid_call_leaves_nothing_in_the_server(shared):
             assert process.stdin is not None
             assert process.stdout is not None
             with process.stdin, process.stdout:
-                process.stdin.write(live.token + "\n")
-                process.stdin.flush()
-                assert process.stdout.readline() == "sent\n"
-                until(lambda: client.pull("w").wait(20).min() < -20)
-                assert live.num_segments() > segments or not shared
-                process.kill()
-            process.wait()
+                try:
+                    process.stdin.write(live.token + "\n")
+                    process.stdin.flush()
+                    assert process.stdout.readline() == "sent\n"
+                    until(lambda before=before: client.pull("w").wait(20).min() < before - 20)
+                    assert live.num_segments() > segments or not shared
+                finally:
+                    process.kill()
+                    process.wait()
         until(
             lambda: (
                 live.num_fds() == fds and live.num_segments() == segments and live.num_threads() <= threads

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from echelon.cli import main
+from echelon.launch import rundir
 from tests.conftest import environment
 
 
@@ -123,6 +124,21 @@ def test_words_come_quickly_and_without_torch(args, tmp_path):
         seconds.append(time.monotonic() - start)
         assert done.returncode == 0, done.stderr
     assert min(seconds) < 1.0  # the benchmark holds it to 0.2 s; a test must not fail on a busy machine
+
+
+@pytest.mark.parametrize("in_a_class", [False, True], ids=["in a call", "while a class is made"])
+def test_ctrl_c_in_an_import_is_130_without_a_traceback(here, monkeypatch, in_a_class):
+    class Interrupted:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    def interrupted(*args, **kwargs):
+        if not in_a_class:
+            raise KeyboardInterrupt
+        type("Made", (), {"field": Interrupted()})
+
+    monkeypatch.setattr(rundir, "find", interrupted)
+    assert echelon("status", "x").exit_code == 130
 
 
 def test_the_default_number_of_workers_is_the_number_of_gpus(tmp_path, monkeypatch):
