@@ -214,7 +214,8 @@ void Engine::drive(Op* op, int64_t deadline_ns) {
         if (now - looked >= LOOK_NS) {
             Failure found;
             looked = now;
-            if (transport_->trouble(behind(), found)) fail(std::move(found));
+            // What a peer did before it left or died is there by now, and may be all that was missing: only if nothing moves it is lost.
+            if (transport_->trouble(behind(), found) && !pump()) fail(std::move(found));
         }
     }
 }

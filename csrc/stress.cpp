@@ -64,14 +64,40 @@ struct Flying {
     std::function<void()> check;
 };
 
+// A transport whose look at the peers takes long: what it finds is older than what they did meanwhile.
+class LateLook final : public Transport {
+  public:
+    explicit LateLook(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
+    void arm() override { inner_->arm(); }
+    void rest(int64_t ns) override { inner_->rest(ns); }
+    void disarm() override { inner_->disarm(); }
+    void wake() override { inner_->wake(); }
+    bool trouble(const std::vector<int>& behind, Failure& failure) override {
+        usleep(8000);
+        return inner_->trouble(behind, failure);
+    }
+    void tell(const Failure& failure) override { inner_->tell(failure); }
+    void leave() override { inner_->leave(); }
+    void accept(std::shared_ptr<Op> op) override { inner_->accept(std::move(op)); }
+    bool serve(std::vector<std::shared_ptr<Op>>& finished) override { return inner_->serve(finished); }
+    std::vector<std::shared_ptr<Op>> drop() override { return inner_->drop(); }
+    size_t num_served() const override { return inner_->num_served(); }
+    std::vector<int> served_behind() const override { return inner_->served_behind(); }
+
+  private:
+    std::unique_ptr<Transport> inner_;
+};
+
 class Rank {
   public:
     using Make = std::function<std::shared_ptr<Op>(Request)>;
     Rank(int rank, int size) : rank(rank), size(size) {}
 
-    void in_memory(std::unique_ptr<Shm> transport) {
+    void in_memory(std::unique_ptr<Shm> transport, bool looks_late = false) {
         shm = transport.get();
-        own(std::move(transport));
+        if (looks_late) own(std::make_unique<LateLook>(std::move(transport)));
+        else own(std::move(transport));
+        shm->engine = engine.get();
         make = [this](Request r) { return std::make_shared<Collective>(*engine, *shm, std::move(r)); };
     }
     void over_tcp(std::unique_ptr<Tcp> transport, const Costs& costs) {
@@ -89,6 +115,17 @@ class Rank {
             if (HierCollective::handles(*hier, r)) return std::make_shared<HierCollective>(*engine, *hier, std::move(r));
             return std::make_shared<TcpCollective>(*engine, *hier->tcp, Team::everybody(*hier->tcp), std::move(r));
         };
+    }
+
+    // The last operation, and away at once: those who wait must get it, although the others have left by then.
+    void part(useconds_t late_us) {
+        usleep(late_us);
+        Request request;
+        request.kind = Kind::barrier;
+        auto op = make(std::move(request));
+        engine->submit(op);
+        if (!engine->wait(*op, now_ns() + LIMIT_NS)) die("lost the last barrier: " + engine->failure().reason);
+        engine->close();
     }
 
     // All ranks draw the same numbers, so they call the same operations in the same order.
@@ -343,6 +380,21 @@ void crew(std::mt19937_64& draw) {
     for (auto& one : callers) one.join();
 }
 
+// One comes late to the last operation and leaves while the others look whether it is still there.
+void partings(std::mt19937_64& draw) {
+    const int size = 3;
+    Segments segments(size);
+    std::vector<std::unique_ptr<Rank>> ranks;
+    for (int r = 0; r < size; r++) {
+        ranks.push_back(std::make_unique<Rank>(r, size));
+        ranks.back()->in_memory(segments.of(r), true);
+    }
+    std::vector<std::thread> threads;
+    for (auto& rank : ranks)
+        threads.emplace_back([&, late = rank->rank == 0 ? useconds_t(16000 + draw() % 6000) : 0] { rank->part(late); });
+    for (auto& thread : threads) thread.join();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -375,6 +427,7 @@ int main(int argc, char** argv) {
         for (auto& rank : ranks) rank->engine->close();
         ranks.clear();
         if (game % 4 == 0) crew(draw);
+        partings(draw);
         done += part;
         ended += uint64_t(lost > 0);
     }
