@@ -23,9 +23,9 @@ TINY = 0.0002
 LOADERS = {"num_workers", "persistent_workers", "iterable_num_workers", "worker_init_fn", "islice_with_persistent_workers",
            "a_dataset_that_worker_init_fn_opens"}  # fmt: skip
 """Features of loaders that start processes: they are the same under every form."""
-ONE_UNIT = ("a_layer_used_on_some_workers_only", "two_models_and_a_layer_used_sometimes",
-            "two_experts_of_which_a_worker_uses_one")  # fmt: skip
-"""Workers run different modules: only where the model is one unit."""
+ONE_UNIT = ("a_layer_used_on_some_workers_only", "two_models_and_a_layer_used_sometimes")
+"""Workers run different modules: only where the model is one unit. Not whole models that one worker leaves out: at levels 2 and 3 they are units of
+their own, and the alarm for workers in different collectives ends the run (docs/sharded.md)."""
 REFUSED = {
     "a_layer_used_on_some_workers_only": "the workers ran different modules",
     "parameters_tied_across_two_models": "another one that was split before",
@@ -129,7 +129,7 @@ def checks(level):
             yield feature, name
     for name in refusals(level):
         yield refused, name
-    for name in ONE_UNIT:
+    for name in (*ONE_UNIT, *(["two_experts_of_which_a_worker_uses_one"] if level == 1 else [])):
         yield one_unit, name
     for name in FACES if level > 1 else faces.CHECKS:
         yield face, name

@@ -52,9 +52,12 @@ def test_sharded_trains_within_the_memory_that_was_predicted(echelon_run):
 
 
 def measured(echelon_run, groups, strategy, layers=LAYERS, steps=3):
-    """Each worker's peak, and what was predicted for it."""
-    options = ("--strategy", strategy)
-    result = echelon_run(SCRIPT, *groups.args(layers, steps), workers=2, options=options, timeout_s=170)
+    """Each worker's peak, and what was predicted for it. Each starts for itself: what a fork shares with its parent, a control group counts
+    as the parent's, and a worker's own memory would be without Python and torch."""
+    options, cold = ("--strategy", strategy), {"ECHELON_START": "cold"}
+    result = echelon_run(
+        SCRIPT, *groups.args(layers, steps), workers=2, options=options, timeout_s=170, env=cold
+    )
     assert result.code == 0, result.err
     base = int(re.search(r"base (\d+)", result.out)[1])
     return [groups.peak(rank) for rank in range(2)], predicted(strategy, 2, layers, base)
