@@ -49,7 +49,7 @@ def test_skipped_updates_are_told_once_and_counted_at_the_end(start_run, tmp_pat
     said = echelon(tmp_path, "status", "nan")
     assert "2 updates skipped: their gradients were not finite" in said
     assert re.search(
-        r"  server 0: 12 updates \([\d.]+/s\), [\d.]+ kB in, [\d.]+ kB out \([\d.]+ kB/s\)", said
+        r"  server 0: 12 updates( \([\d.]+/s\))?, [\d.]+ kB in, [\d.]+ kB out( \([\d.]+ kB/s\))?", said
     ), said
     assert re.search(r"  worker 1 .*, waiting \d+%", said)
     told = json.loads(echelon(tmp_path, "status", "nan", "--json"))
