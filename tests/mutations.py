@@ -63,13 +63,25 @@ class Mistake:
 
 def mistakes_in(path: str, text: str) -> Iterator[Mistake]:
     """Every mistake that this file can get."""
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    lines, tree = text.splitlines(), ast.parse(text)
+    types = {id(part) for hint in _annotations(tree) for part in ast.walk(hint)}
+    for node in ast.walk(tree):
+        if id(node) in types:
+            continue
         for row, start, end, new in _edits(node, lines):
             before = lines[row]
             after = before[:start] + new + before[end:]
             if after != before:
                 yield Mistake(path, row + 1, before, after)
+
+
+def _annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    """Types that are written down: nothing runs there."""
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            found = getattr(node, name, None)
+            if isinstance(found, ast.expr):
+                yield found
 
 
 def _edits(node: ast.AST, lines: list[str]) -> Iterator[tuple[int, int, int, str]]:
@@ -170,7 +182,8 @@ def chosen(clone: Path, seed: int, number: int, covered: dict[tuple[str, int], s
         files = [clone / place] if place.endswith(".py") else sorted((clone / place).rglob("*.py"))
         for file in files:
             for mistake in mistakes_in(str(file.relative_to(clone)), file.read_text()):
-                by_line.setdefault((mistake.path, mistake.line), []).append(mistake)
+                if covered.get((mistake.path, mistake.line)):
+                    by_line.setdefault((mistake.path, mistake.line), []).append(mistake)
     draw = random.Random(seed)
     return [draw.choice(by_line[at]) for at in draw.sample(sorted(by_line), number)]
 
