@@ -15,6 +15,7 @@ class Far {
   public:
     // Whoever moves a group's operations on calls it: one thread at a time.
     void copy(void* to, const void* from, uint64_t bytes) {
+        if (bytes == 0) return;  // a barrier has no memory to copy from
         if (bytes < LEAST_BYTES) return void(std::memcpy(to, from, bytes));
         if (left_ > 0) {
             left_--;
