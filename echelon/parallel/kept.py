@@ -179,6 +179,9 @@ class Backwards:
         watch.add(self)
 
     def end(self) -> None:
+        """After every step: it costs one look once it looks no more."""
+        if not self.looks:
+            return
         self.looks = False
         self._outputs.clear()
         watch.remove(self)
