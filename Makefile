@@ -44,8 +44,8 @@ demo: setup ## one script by every form on 1, 2 and 4 workers, and the same resu
 
 QUICK := tests/unit tests/contract tests/equality/test_forms.py --ignore tests/contract/test_among_hosts.py --ignore tests/contract/test_games.py
 
-quick: setup ## unit tests, contracts, one cell a form: two minutes, for every save
-	@$(PY) -m pytest -m "not slow" -n 3 $(QUICK)
+quick: setup ## unit tests, contracts, one cell a form: a minute and a half, for every save
+	@$(PY) -m pytest -m "not slow and not processes" -n 3 $(QUICK)
 
 test: setup ## what every change must pass: under 10 minutes on 2 cores
 	@$(PY) -m pytest -m "not slow" -n 4 --second-try --durations 15

@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 
 from tests import needs
-from tests.long import LONG
+from tests.long import LONG, PROCESSES
 from tests.once import once as once
 from tests.s3_server import s3_server as s3_server
 
@@ -272,11 +272,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """`long.py` marks some slow."""
+    """`long.py` says which are slow, and which start processes."""
     for item in items:
         name = str(item.path.relative_to(ROOT / "tests")) + "::" + item.name
         if name in LONG or name.partition("[")[0] in LONG:
             item.add_marker(pytest.mark.slow)
+        if name.partition("[")[0] in PROCESSES:
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.hookimpl(trylast=True)

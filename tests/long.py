@@ -1,4 +1,6 @@
-"""Tests that `make test` leaves out for their time alone: each shows on real processes, once more or in another form, what shorter ones show.
+"""Tests that `make test` or `make quick` leave out for their time alone.
+
+Of LONG each shows on real processes, once more or in another form, what shorter ones show.
 
 `make test-all` runs them with all others that are marked slow. Written as pytest names them, a test or a case of it.
 """
@@ -72,3 +74,22 @@ LONG = frozenset({
     "flows/test_users.py::test_memory_mapped_data_is_not_copied_for_every_worker",
     "flows/test_vertical.py::test_two_workers_shuffle_alike_and_their_checkpoint_goes_on_in_one_process",
 })  # fmt: skip
+
+PROCESSES = frozenset({
+    "contract/test_group.py::test_a_dead_peer_is_lost_for_the_others_and_named",
+    "contract/test_group.py::test_real_processes",
+    "unit/test_allocator.py::test_memory_that_is_free_is_told_and_given_back",
+    "unit/test_building.py::test_a_model_that_torch_shards_while_it_is_recorded_is_filled_part_by_part",
+    "unit/test_building.py::test_a_recorded_model_costs_nothing_and_a_quarter_of_it_little_more_than_that",
+    "unit/test_checkpoint_saver.py::test_the_ten_lines_of_the_documentation_read_it_without_echelon",
+    "unit/test_docs.py::test_the_readmes_diff_runs_before_and_after_its_lines_are_changed",
+    "unit/test_docs.py::test_the_readmes_example_has_15_lines_and_runs",
+    "unit/test_explain.py::test_it_is_told_and_nothing_is_trained",
+    "unit/test_explain.py::test_the_short_form_has_no_layers",
+    "unit/test_explain.py::test_what_is_refused_says_why",
+    "unit/test_needs.py::test_the_top_of_the_run_says_what_is_left_out_and_what_brings_it",
+    "unit/test_pipeline_runtime.py::test_a_killed_process_is_named_to_all_others_within_seconds",
+    "unit/test_save_split.py::test_saving_takes_little_memory_beside_what_a_rank_holds",
+    "unit/test_stuck.py::test_looking_at_a_main_thread_that_runs_on_does_not_crash",
+})  # fmt: skip
+"""Unit tests and contracts that start processes of their own: `make quick` leaves them out, `make test` has them."""
