@@ -77,7 +77,7 @@ class StandIn(ModuleType):
         self._real: Any = None
 
     def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
-        """What torch's own does for a function that is not to be compiled."""
+        """Marks a function as not to be compiled, as torch's own does."""
         if self._real is not None or fn is None or options.get("wrapping", True):
             return self.real().disable(fn, recursive, **options)
 

@@ -120,7 +120,7 @@ def _threads(count: int) -> dict[str, str]:
 
 
 def for_libraries(num_threads: int | None) -> dict[str, str]:
-    """What a fork server gets beside the guard's environment: libraries read it when they are imported, once for all roles.
+    """Variables that a fork server gets beside the guard's environment: libraries read it when they are imported, once for all roles.
 
     numpy's OpenBLAS starts threads at its import unless it is told to use one; roles set their own number."""
     return {
@@ -139,7 +139,7 @@ def cold_start() -> bool:
 
 
 def everything() -> dict[str, str]:
-    """This process's environment as it is now."""
+    """The environment of this process as it is now."""
     return dict(os.environ)
 
 
@@ -159,7 +159,7 @@ def malloc(environment: Mapping[str, str]) -> str:
 
 
 def laid(variables: Mapping[str, str]) -> dict[str, str]:
-    """These variables for a new role, with a note by which it takes them out again."""
+    """Variables for a new role, with a note by which the role takes them out again."""
     return {**variables, LAID: ",".join(variables)} if variables else {}
 
 

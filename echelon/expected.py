@@ -82,7 +82,7 @@ def activation_bytes(prepared: Prepared) -> int | None:
 
 
 def _piped_bytes(piped: Piped) -> int:
-    """Of the micro-batches that are there at once in this worker's order, of the batch itself, and of messages. Between steps the script
+    """Bytes of the micro-batches that are there at once in this worker's order, of the batch, and of messages. Between steps the script
     still holds the batch while the next one is fetched, which is more on a stage that keeps little."""
     graphs = piped.graphs
 

@@ -33,7 +33,7 @@ MESSAGE_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 
 ARGUMENTS, ENVIRONMENT = 48, 50
-"""Which fields of /proc/self/stat, from 1, say where these areas begin; the one after each says where they end."""
+"""Fields of /proc/self/stat, from 1, that say where an area begins; the field after each says where it ends."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ from echelon.launch.rundir import Process, RunDir, start_ticks
 JOIN_S = 60.0
 LEAVE_S = 5.0
 LOOK_S = 0.05
+NEWER_S = 8.0
+"""How long a rank that reaches nobody waits for rank 0 to say something new: what stands in the way is told within 10 s."""
 LAST_S = 10.0
 """How long rank 0 stays for the others at the end: the coordinator ends with it."""
 
@@ -54,35 +56,36 @@ def adopt(name: str | None, run_dir: str | Path | None) -> Adopted:
     )
     if coordinator is not None:
         store.set("run", json.dumps(coordinator.card))
-    said = b""
-    while True:
-        said = _card(store, said, deadline)
-        place = _place(told, json.loads(said))
-        try:
-            member = Member.join(place, json.loads(said)["token"], deadline)
-            break
-        except Unreached:  # it may be what rank 0 said before torchrun started all again: its store stays
-            if coordinator is not None or deadline.passed:
-                raise
+    said = _card(store)
+    try:
+        member = Member.join(_place(told, json.loads(said)), json.loads(said)["token"], deadline)
+    except Unreached:  # it may be what rank 0 said before torchrun started all again: torch's store stays
+        newer = _newer(store, said) if coordinator is None else None
+        if newer is None:
+            raise
+        said = newer
+        member = Member.join(_place(told, json.loads(said)), json.loads(said)["token"], deadline)
     set_current(member)
     return Adopted(member, coordinator, json.loads(said)["token"])
 
 
-def _card(store: PrefixStore, before: bytes, deadline: Deadline) -> bytes:
-    """What rank 0 said of its coordinator; waits until it is something else than `before`."""
-    pause = threading.Event()
-    while True:
-        try:
-            said = bytes(store.get("run"))
-        except RuntimeError as error:
-            raise WorldError(f"rank 0 did not say where the run is: {str(error).splitlines()[0]}") from None
+def _card(store: PrefixStore) -> bytes:
+    """What rank 0 said of its coordinator; blocks until it has said something."""
+    try:
+        return bytes(store.get("run"))
+    except RuntimeError as error:
+        raise WorldError(f"rank 0 did not say where the run is: {str(error).splitlines()[0]}") from None
+
+
+def _newer(store: PrefixStore, before: bytes) -> bytes | None:
+    """What rank 0 says of another coordinator than `before`; None if it says nothing new within NEWER_S."""
+    deadline, pause = Deadline.after(NEWER_S), threading.Event()
+    while not deadline.passed:
+        said = _card(store)
         if said != before:
             return said
-        if deadline.passed:
-            raise WorldError(
-                "rank 0 said where the run is, and nothing answers there: is its process still there?"
-            )
         pause.wait(LOOK_S)
+    return None
 
 
 def _place(told: env.Torchrun, card: dict[str, str]) -> env.Place:

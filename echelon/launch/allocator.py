@@ -1,4 +1,4 @@
-"""Which C allocator workers and servers start with: tcmalloc where the machine has it, else the C library's, told what to keep.
+"""The C allocator that workers and servers start with: tcmalloc where the machine has it, else the C library's, told what to keep.
 
 A training step frees and allocates large tensors all the time. The C library gives them back to the kernel at once, so that each
 costs its page faults anew, or keeps them in gaps into which the next ones do not fit.
@@ -43,7 +43,7 @@ def folders() -> list[Path]:
 
 
 def variables(environment: Mapping[str, str], places: Sequence[Path] | None = None) -> dict[str, str]:
-    """What a worker or server is started with so that it has its allocator. {} where the user chose one, or none.
+    """Variables that give a worker or server its allocator. {} where the user chose one, or none.
 
     `places` are the folders that are searched. UsageError when ECHELON_MALLOC names a file that is not there."""
     wanted = env.malloc(environment)
